@@ -1,0 +1,380 @@
+"""The main job: a small Mixture-of-Experts model learns arithmetic word problems by GRPO, with
+NVFP4 in the sampler.
+
+    python train.py                                # CPU, offline, MINUTES
+    python train.py --recipe nvfp4                 # an ablation is one word (see qat.RECIPES)
+    python train.py --data FOLDER                  # GSM8K: FOLDER/train.jsonl and test.jsonl
+    python train.py --resume runs/quads-seed0      # go on exactly where it stopped
+    python train.py --resume runs/quads-seed0 --steps 0 --recipe fp8     # evaluate in another one
+
+The loop in five words: sync, rollout, reward, update, log. Before it comes a supervised warm-up,
+because one bit of reward an answer cannot teach arithmetic. On home-made problems most of its
+demonstrations are *sloppy*: well calculated, but the last step is missing, or a subtraction is done
+as an addition. So the model learns the arithmetic, and GRPO then selects the careful answers.
+"""
+import argparse
+import json
+import random
+import resource
+import signal
+import sys
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+import gsm8k
+import grpo
+import qat
+from moe import PRESETS, Config, MoETransformer, load_checkpoint, pick_threads, save_file
+from rollout import Rollout, micro_batches, sequence_logp
+
+# --- Settings: a flag each, with its defaults (preset cpu, preset gpu) and its limit -------------
+SETTINGS = {
+    "recipe":         ("quads", "quads", list(qat.RECIPES), "precision of both sides"),
+    "preset":         ("cpu", "gpu", list(PRESETS), "size of the model; by default as the device"),
+    "data":           ("builtin", "hub", None, "builtin, hub (GSM8K, Hugging Face) or a folder"),
+    "seed":           (0, 0, 0, "of the weights, the problems and the samples"),
+    "device":         ("cpu", "cuda", ["cpu", "cuda"], "by default cuda if there is one"),
+    "threads":        (0, 0, 0, "CPU threads; 0 times some numbers and takes the fastest"),
+    "out":            ("", "", None, "folder of the run, by default runs/RECIPE-seedN"),
+    "sft_steps":      (700, 6000, 0, "supervised steps before GRPO"),
+    "sft_batch":      (16, 64, 1, "demonstrations a warm-up step"),
+    "sft_lr":         (3e-3, 1e-3, 0, "learning rate of the warm-up; falls linearly to a tenth"),
+    "sloppy":         (0.7, 0.0, 0, "share of careless demonstrations; by default 0 on GSM8K"),
+    "steps":          (50, 100, 0, "GRPO steps in all; 0 only evaluates"),
+    "prompts":        (32, 64, 1, "problems a step"),
+    "group":          (8, 16, 1, "answers to each problem"),
+    "lr":             (3e-4, 3e-5, 0, "learning rate of GRPO"),
+    "temperature":    (1.0, 1.0, 1e-3, "of the sampled answers"),
+    "max_new_tokens": (64, 256, 1, "longest answer, a cut one earns 0; by default 256 on GSM8K"),
+    "rac_ratio":      (0.5, 0.5, 0, "share of the blocks that get RAC's second pass"),
+    "correction":     ("none", "none", ["none", "tis", "mask"], "importance weights for the gap"),
+    "clip_high":      (0.2, 0.2, 0, "the ratio is clipped to 0.8 .. 1 + this"),
+    "eval_every":     (10, 20, 1, "steps between evaluations"),
+    "eval_problems":  (256, 512, 1, "held-out problems an evaluation"),
+    "save_every":     (1, 10, 1, "steps between checkpoints"),
+}
+MAY_CHANGE = ("steps", "eval_every", "eval_problems", "save_every", "device", "threads")  # --resume
+MAY_CHANGE_IF_0_STEPS = ("recipe", "rac_ratio", "max_new_tokens", "data")
+MICRO_TOKENS = {"cpu": 4096, "cuda": 65536}        # tokens of one forward and backward pass
+SHOWN = ("reward gap_mean gap_max router_agreement entropy grad_norm answer_tokens truncated "
+         "zero_std_groups rollout_tok_s step_s").split()     # after each step; see grpo.py
+
+
+def settings(argv):
+    """Flags -> (settings, checkpoint or None). Raises ValueError where they make no sense."""
+    parser = argparse.ArgumentParser(description="GRPO with an NVFP4 rollout", allow_abbrev=False)
+    for name, (cpu, gpu, limit, text) in SETTINGS.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=type(cpu),
+                            choices=limit if isinstance(limit, list) else None,
+                            help=f"{text} ({cpu})" if cpu == gpu else f"{text} ({cpu}, gpu: {gpu})")
+    parser.add_argument("--resume", help="folder of a run to go on with; --steps 0 evaluates it")
+    given = {k: v for k, v in vars(parser.parse_args(argv)).items() if v is not None}
+    resume, saved = given.pop("resume", None), None
+    if resume:
+        saved = load_checkpoint(Path(resume) / "checkpoint.pt")
+        own = {**saved["settings"], "out": resume}
+        s = {**own, **given}
+        free = MAY_CHANGE + (MAY_CHANGE_IF_0_STEPS if s["steps"] == 0 else ())
+        for k in [k for k in given if k not in free and s[k] != own[k]]:
+            raise ValueError(f"the run in {resume} has {k} = {own[k]}, not {s[k]}: leave the flag "
+                             "out, or start a new run (--steps 0 evaluates this one with another "
+                             f"{', '.join(MAY_CHANGE_IF_0_STEPS)}).")
+    else:
+        device = given.get("device") or ("cuda" if torch.cuda.is_available() else "cpu")
+        preset = given.get("preset") or ("gpu" if device == "cuda" else "cpu")
+        s = {k: v[preset == "gpu"] for k, v in SETTINGS.items()}
+        s.update(device=device, data="hub" if device == "cuda" else "builtin")
+        home_made = given.get("data", s["data"]) == "builtin"
+        s.update(sloppy=0.7 if home_made else 0.0, max_new_tokens=64 if home_made else 256)
+        s.update(given)
+        s["out"] = s["out"] or f"runs/{s['recipe']}-seed{s['seed']}"
+    for k, (_, _, limit, _) in SETTINGS.items():
+        if isinstance(limit, (int, float)) and not limit <= s[k] < 1e9:
+            raise ValueError(f"{k} = {s[k]} is out of range: it must be at least {limit}.")
+    if s["device"] == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda, but PyTorch sees no GPU here: use --device cpu.")
+    return argparse.Namespace(**s), saved
+
+
+class Run:
+    """All that a checkpoint holds. s: settings; saved: a checkpoint, or None for a new run."""
+
+    def __init__(self, s, saved):
+        self.s, self.out = s, Path(s.out)
+        source = None if s.data == "hub" else s.data
+        # GSM8K: training rows, to be given fresh numbers, and test rows, used as they are.
+        self.pool = None if s.data == "builtin" else gsm8k.load("train", source)
+        self.official = [] if s.data == "builtin" else gsm8k.load("test", source)
+        self.sft_step, self.step, self.rows = 0, 0, []      # steps done; rows of metrics.csv
+        if saved:
+            self.sft_step, self.step, self.rows = saved["sft_step"], saved["step"], saved["rows"]
+            self.tokenizer = gsm8k.tokenizer_from_json(saved["tokenizer"])
+            config = Config(**saved["config"])
+        else:
+            texts = [text for row in self.pool or gsm8k.load("train", "builtin")
+                     for text in (gsm8k.prompt(row["question"]), row["answer"])]
+            self.tokenizer = gsm8k.train_tokenizer(texts, PRESETS[s.preset].vocab_size)
+            n = self.tokenizer.n_vocab      # the embedding may have more rows than that
+            config = replace(PRESETS[s.preset], real_vocab=n, end_id=n - 1)
+        for row in (self.pool or []) + self.official:
+            answer = self.tokenizer.encode_ordinary(row["answer"])
+            need = len(self.prompt(row)) + max(s.max_new_tokens, len(answer))
+            if need >= config.max_seq_len:
+                raise ValueError(f"{row['question'][:60]!r}... needs {need} tokens and the context "
+                                 f"has {config.max_seq_len}: remove it, or lower --max-new-tokens.")
+        torch.manual_seed(s.seed)
+        self.model = MoETransformer(config, torch.bfloat16 if s.device == "cuda" else torch.float32)
+        self.model.to(s.device)
+        self.rollout = Rollout(self.model, s.recipe, s.rac_ratio)
+        self.new_optimizer()
+        if saved:
+            self.model.load_state_dict(saved["model"])
+            self.optimizer.load_state_dict(saved["optimizer"])
+            self.rollout.energy = {k: e.to(s.device) for k, e in saved["energy"].items()}
+
+    def new_optimizer(self):
+        """AdamW for the phase that comes next, warm-up or GRPO."""
+        lr, beta2, decay = (self.s.sft_lr, 0.95, 0.1) if self.sft_step < self.s.sft_steps else \
+                           (self.s.lr, 0.99, 0.0)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr, (0.9, beta2),
+                                           weight_decay=decay)
+
+    def save(self):
+        saved = dict(format="quads-1", settings=vars(self.s), config=asdict(self.model.config),
+                     sft_step=self.sft_step, step=self.step, rows=self.rows,
+                     tokenizer=gsm8k.tokenizer_to_json(self.tokenizer), energy=self.rollout.energy,
+                     model=self.model.state_dict(), optimizer=self.optimizer.state_dict())
+        save_file(self.out / "checkpoint.pt", lambda path: torch.save(saved, path))
+
+    def problems(self, split, label, n):
+        """n fresh problems. Drawn by label, not in sequence: a resumed run draws the same ones."""
+        rng = random.Random(f"{self.s.seed} {label}")
+        return [gsm8k.fresh(split, rng, self.pool) for _ in range(n)]
+
+    def log(self):
+        """metrics.csv and, at evaluations, curves.png."""
+        names = list(dict.fromkeys(name for row in self.rows for name in row))
+        lines = [names] + [[str(row.get(name, "")) for name in names] for row in self.rows]
+        text = "".join(",".join(line) + "\n" for line in lines)
+        save_file(self.out / "metrics.csv", lambda path: path.write_text(text))
+        if "solved" in self.rows[-1]:
+            figure = grpo.curves(self.rows, f"{self.s.recipe}, {self.s.data}, seed {self.s.seed}")
+            save_file(self.out / "curves.png", lambda path: figure.savefig(path, format="png"))
+
+    def prompt(self, problem):
+        return self.tokenizer.encode_ordinary(gsm8k.prompt(problem["question"]))
+
+    def grade(self, ids, problem):
+        """One answer's ids -> (text, reward, whether it was cut off). A cut answer earns 0: it
+        might have gone on ("#### 18" may be the head of "#### 180")."""
+        cut = not ids or ids[-1] != self.model.config.end_id
+        text = self.tokenizer.decode(ids if cut else ids[:-1], errors="replace")
+        return text, 0 if cut else gsm8k.grade(text, problem["answer"]), cut
+
+
+# --- Warm-up, evaluation, one GRPO step ---------------------------------------------------------
+
+def warm_up(run, stopping):
+    """Supervised steps on demonstrations, in full precision, with the loss on the answers only."""
+    s = run.s
+    for step in tqdm(range(run.sft_step, s.sft_steps), desc="warm-up", disable=None):
+        problems = run.problems("train", f"warm-up {step}", s.sft_batch)
+        rng = random.Random(f"{s.seed} demonstrations {step}")
+        answers = [run.tokenizer.encode_ordinary(gsm8k.demonstration(problem, rng, s.sloppy))
+                   + [run.model.config.end_id] for problem in problems]
+        ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(a) for a in answers], True, -1)
+        ids, mask = ids.clamp(min=0).to(s.device), (ids >= 0).to(s.device)        # (B, T) each
+        logp, _, _ = sequence_logp(run.model, [run.prompt(p) for p in problems], ids, mask, 1.0)
+        loss = -logp.sum() / mask.sum()
+        (loss + 0.01 * run.model.balance_loss()).backward()
+        torch.nn.utils.clip_grad_norm_(run.model.parameters(), 1.0)
+        run.optimizer.param_groups[0]["lr"] = s.sft_lr * (1 - 0.9 * step / s.sft_steps)
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+        run.sft_step = step + 1
+        if run.sft_step == s.sft_steps:
+            run.new_optimizer()
+        if run.sft_step % 200 == 0 or run.sft_step == s.sft_steps or stopping:
+            tqdm.write(f"warm-up {run.sft_step:5d} of {s.sft_steps}  loss {loss.item():.3f}")
+            run.save()
+        if stopping:
+            return
+
+
+def solve(run, rollout, problems):
+    """The greedy answer to each problem: a list of (text, reward, cut)."""
+    results = []
+    for i in range(0, len(problems), 256):
+        part = problems[i:i + 256]
+        ids, mask, _ = rollout.generate([run.prompt(p) for p in part], 1, run.s.max_new_tokens,
+                                        0.0, seed=0, measure=False)               # (256, T) each
+        results += [run.grade(row[m].tolist(), p) for row, m, p in zip(ids, mask, part)]
+    return results
+
+
+def evaluate(run, held_out, official, examples=1):
+    """Greedy pass@1: as deployed, with BF16 experts and, if asked for, on GSM8K's test split."""
+    plain, accuracy, words, answers = Rollout(run.model, "bf16"), {}, [], {}
+    run.rollout.sync()
+    plain.sync()
+    for name, rollout, problems in (("solved", run.rollout, held_out),
+                                    ("solved_bf16", plain, held_out),
+                                    ("official", run.rollout, run.official * official)):
+        if problems:
+            answers[name] = solve(run, rollout, problems)
+            rewards = torch.tensor([float(reward) for _, reward, _ in answers[name]])     # (n,)
+            accuracy[name] = rewards.mean().item()
+            error = grpo.standard_error(rewards)
+            words.append(f"{name} {accuracy[name]:.3f} +- {error:.3f} of {len(problems)}")
+    tqdm.write(f"evaluation after step {run.step}: " + ", ".join(words))
+    for problem, (text, reward, _) in zip(held_out[:examples], answers["solved"]):
+        tqdm.write(f"  e.g. {problem['question']}\n    -> {' / '.join(text.splitlines())}   "
+                   f"reward {reward}")
+    return accuracy
+
+
+def update(run, prompts, ids, mask, logp_rollout, adv):
+    """One optimizer step on B answers. ids, mask, logp_rollout: (B, T); adv: (B,)."""
+    s, start = run.s, time.perf_counter()
+    # Groups of equal rewards have advantage 0 and teach nothing: they are left out of the gradient
+    # and of the token count, but not out of the monitors.
+    learn, clip_fraction = adv != 0, 0.0                                          # (B,)
+    token_count = int(mask[learn].sum())
+    logp_train, entropy = torch.zeros_like(logp_rollout), torch.zeros_like(logp_rollout)
+    routes = torch.zeros_like(run.rollout.routes)                                 # (B, T, L, A)
+    for part, T in micro_batches(prompts, mask, MICRO_TOKENS[s.device], last=~learn):     # (b,)
+        m, old = mask[part, :T], logp_rollout[part, :T]                           # (b, T) each
+        with torch.set_grad_enabled(bool(learn[part].any())):
+            logp, entropy[part, :T], routes[part, :T] = sequence_logp(
+                run.model, [prompts[i] for i in part.tolist()], ids[part, :T], m, s.temperature)
+        logp_train[part, :T] = logp.detach()                                      # (b, T)
+        if logp.requires_grad:
+            # The ratio is taken against the rollout, so that it holds the gap between the sides;
+            # with a correction the weights hold the gap, and the ratio only what updates change.
+            weights = grpo.correction_weights(logp, old, m, s.correction)         # (b, T)
+            old = old if s.correction == "none" else logp.detach()
+            loss, parts = grpo.policy_loss(logp, old, adv[part], m, 0.2, s.clip_high, token_count,
+                                           weights)
+            loss.backward()
+            clip_fraction += float(parts["clip_fraction"])
+    grad_norm = torch.nn.utils.clip_grad_norm_(run.model.parameters(), 1.0).item()
+    if not grad_norm < float("inf"):
+        raise ValueError(f"the gradient of step {run.step + 1} is not finite. The checkpoint holds "
+                         "the last good weights: start a new run with a smaller --lr.")
+    run.optimizer.step()                    # does nothing if no group taught anything
+    run.optimizer.zero_grad()
+    return {**grpo.mismatch(logp_train, logp_rollout, mask), "grad_norm": grad_norm,
+            "router_agreement": grpo.router_agreement(routes, run.rollout.routes, mask),
+            "entropy": (entropy.sum() / mask.sum()).item(), "clip_fraction": clip_fraction,
+            "train_tok_s": int(mask.sum()) / (time.perf_counter() - start)}
+
+
+def grpo_step(run):
+    """One step. Returns a row of metrics.csv."""
+    s, start = run.s, time.perf_counter()
+    step, R = run.step + 1, s.prompts * s.group
+
+    # ----- sync and rollout: `group` answers to each problem, in the recipe's precision -----
+    run.rollout.sync()
+    synced = time.perf_counter()
+    problems = run.problems("train", f"step {step}", s.prompts)
+    prompts = [run.prompt(problem) for problem in problems]
+    ids, mask, logp = run.rollout.generate(prompts, s.group, s.max_new_tokens, s.temperature,
+                                           (s.seed << 32) + step * R)             # (R, T) each
+    generated = time.perf_counter()
+
+    # ----- reward: 1 for the right number after the last ####, else 0 -----
+    graded = [run.grade(ids[r][mask[r]].tolist(), problems[r // s.group]) for r in range(R)]
+    rewards = torch.tensor([float(reward) for _, reward, _ in graded], device=ids.device)
+    adv = grpo.advantages(rewards.view(s.prompts, s.group))                       # (P, G)
+
+    # ----- update: one step of AdamW on exactly the sampled ids -----
+    prompts = [p for p in prompts for _ in range(s.group)]                        # R of them
+    row = update(run, prompts, ids, mask, logp, adv.flatten())
+
+    # ----- log -----
+    memory = torch.cuda.max_memory_allocated() if s.device == "cuda" else \
+        resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024       # Linux counts in KB
+    row.update(step=step, reward=rewards.mean().item(), answer_tokens=int(mask.sum()) / R,
+               zero_std_groups=(adv == 0).all(1).float().mean().item(),
+               truncated=sum(cut for _, _, cut in graded) / R, peak_gb=memory / 1e9,
+               sync_s=synced - start, rollout_tok_s=int(mask.sum()) / (generated - synced),
+               step_s=time.perf_counter() - start)
+    run.step = step
+    much = [f"  {k} is above 0.8!" for k in ("truncated", "zero_std_groups") if row[k] > 0.8]
+    tqdm.write(f"step {step:3d}  " + " ".join([f"{k} {row[k]:<6.4g}" for k in SHOWN] + much))
+    return row
+
+
+def main(argv=None):
+    s, saved = settings(argv)
+    out = Path(s.out)
+    if not saved and any((out / name).exists() for name in ("checkpoint.pt", "metrics.csv")):
+        raise ValueError(f"{out} already holds a run: --resume {out}, or choose another --out.")
+    out.mkdir(parents=True, exist_ok=True)
+    if s.steps or not saved:                # also fails now if the folder cannot be written
+        save_file(out / "config.json", lambda path: path.write_text(json.dumps(vars(s), indent=1)))
+    run, stopping = Run(s, saved), []
+    s.threads, why = (s.threads, "as set") if s.threads else pick_threads(run.model)
+    torch.set_num_threads(s.threads)
+    rollout, trainer = qat.RECIPES[s.recipe]
+    for name, text in (
+            ("device", torch.cuda.get_device_name() if s.device == "cuda" else "CPU"
+             + ("" if torch.cuda.is_available() else ", because PyTorch sees no GPU")),
+            ("threads", f"{s.threads} ({why})"),
+            ("data", f"{s.data}: {len(run.pool)} GSM8K problems, given fresh numbers, and "
+             f"{len(run.official)} official ones" if run.pool else "home-made problems, offline"),
+            ("preset", f"{s.preset}: {sum(p.numel() for p in run.model.parameters()) / 1e6:.2f}M "
+             f"parameters, {run.tokenizer.n_vocab} tokens, computing in {run.model.dtype}"),
+            ("recipe", f"{s.recipe}: rollout experts {rollout}, trainer's QAT {trainer}"),
+            ("path", "NVFP4 and FP8 are emulated in plain PyTorch: right numbers, no speed"),
+            ("run", f"{out}, after warm-up step {run.sft_step} and GRPO step {run.step}")):
+        print(f"{name:8} {text}")
+
+    def stop(signal_number, frame):
+        if stopping:
+            raise KeyboardInterrupt
+        stopping.append(signal_number)
+        tqdm.write("stopping: this step is finished and saved first; Ctrl-C again stops at once")
+    signal.signal(signal.SIGINT, stop)
+
+    if run.sft_step < s.sft_steps:
+        warm_up(run, stopping)
+    run.model.set_qat(qat.RECIPES[s.recipe][1])
+    held_out = run.problems("test", "held out", s.eval_problems)
+    if not run.rollout.energy:                      # RAC's first blocks are chosen on some prompts
+        run.rollout.sync([run.prompt(p) for p in run.problems("train", "calibration", 32)])
+    if saved and s.steps == 0:
+        return evaluate(run, held_out, True, examples=5)
+    if not run.rows and not stopping:
+        run.rows.append({"step": 0, **evaluate(run, held_out, True)})
+        run.log()
+    for step in tqdm(range(run.step, s.steps), desc="GRPO", disable=None):
+        if stopping:
+            break
+        row = grpo_step(run)
+        last = run.step == s.steps
+        if last or run.step % s.eval_every == 0:
+            row.update(evaluate(run, held_out, last))
+        run.rows.append(row)
+        run.log()
+        if last or stopping or run.step % s.save_every == 0:
+            run.save()
+    if stopping:
+        sys.exit(f"stopped and saved: go on with python train.py --resume {run.out}")
+    print(f"done: see {run.out}/curves.png and metrics.csv")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except torch.OutOfMemoryError as error:
+        sys.exit(f"error: {error} Halve --prompts or --group; the last checkpoint stands.")
+    except (ValueError, OSError) as error:
+        sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        sys.exit("stopped at once; the last checkpoint stands, go on with --resume")
