@@ -1,7 +1,7 @@
 """How precise each format is: output error of one product, and the log-prob gap of a whole model.
 
     python bench.py                          # both tables, on random data and a random model
-    python bench.py --run runs/quads-seed0   # the gap of a trained model, on its own problems
+    python bench.py --run runs/quads-seed*   # the gap of trained models, on their own problems
 
 Same functions as in training, nothing written again here. Every table is Markdown and says what it
 was measured on. (Speed: a later version. What runs below is an emulation, right but slow.)
@@ -71,11 +71,11 @@ def print_output_errors(device):
     outliers = x * torch.where(torch.arange(1024, device=device) % 128 == 5, 64.0, 1.0)
     print("Relative error of Y = X W^T against float64, X (512, 1024), W (4, 256, 1024) gaussian; "
           "outliers: 8 of the 1024 channels times 64\n")
-    print("| format           | gaussian | activations alone | outliers | activations alone |")
+    print("| format            | gaussian | activations alone | outliers | activations alone |")
     print("|---|---|---|---|---|")
     normal, heavy = output_errors(x, w), output_errors(outliers, w)
     for name in normal:
-        print(f"| {name:16} | {normal[name][0]:.4f}   | {normal[name][1]:.4f}            "
+        print(f"| {name:17} | {normal[name][0]:.4f}   | {normal[name][1]:.4f}            "
               f"| {heavy[name][0]:.4f}   | {heavy[name][1]:.4f}            |")
 
 
@@ -117,27 +117,30 @@ def random_model(seed, device="cpu", preset="cpu"):
                           torch.bfloat16 if device == "cuda" else torch.float32).to(device)
 
 
-def print_gaps(run, device):
-    if run:
-        saved = load_checkpoint(Path(run) / "checkpoint.pt")
-        config = Config(**saved["config"])
-        model = MoETransformer(config, torch.bfloat16 if device == "cuda" else torch.float32)
-        model.load_state_dict(saved["model"])
-        model.to(device)
-        data, tokenizer = saved["settings"]["data"], gsm8k.tokenizer_from_json(saved["tokenizer"])
-        pool = None if data == "builtin" else gsm8k.load("train", None if data == "hub" else data)
-        rng = random.Random(0)
-        questions = [gsm8k.fresh("test", rng, pool)["question"] for _ in range(32)]
-        prompts = [tokenizer.encode_ordinary(gsm8k.prompt(question)) for question in questions]
-        what = f"{run}, 32 held-out prompts, 4 answers each"
-        results = [gaps(model, prompts, saved["settings"]["max_new_tokens"])]
-    else:
-        results, what = [], "random weights, cpu preset, random prompts, mean of three seeds"
-        for seed in range(3):
-            model = random_model(seed, device)
-            rng = random.Random(seed)
-            prompts = [[rng.randrange(512) for _ in range(rng.randint(16, 48))] for _ in range(32)]
-            results.append(gaps(model, prompts, 32, seed))
+def trained_model(run, device):
+    """The model of a run folder, and 128 prompts of its own held-out problems."""
+    saved = load_checkpoint(Path(run) / "checkpoint.pt")
+    model = MoETransformer(Config(**saved["config"]),
+                           torch.bfloat16 if device == "cuda" else torch.float32).to(device)
+    model.load_state_dict(saved["model"])
+    data, tokenizer = saved["settings"]["data"], gsm8k.tokenizer_from_json(saved["tokenizer"])
+    pool = None if data == "builtin" else gsm8k.load("train", None if data == "hub" else data)
+    rng = random.Random(0)
+    questions = [gsm8k.fresh("test", rng, pool)["question"] for _ in range(128)]
+    return model, [tokenizer.encode_ordinary(gsm8k.prompt(question)) for question in questions]
+
+
+def print_gaps(runs, device):
+    results = []
+    for run in runs:
+        model, prompts = trained_model(run, device)
+        results.append(gaps(model, prompts, new_tokens=64))
+    for seed in range(0 if runs else 3):
+        rng = random.Random(seed)
+        prompts = [[rng.randrange(512) for _ in range(rng.randint(16, 48))] for _ in range(32)]
+        results.append(gaps(random_model(seed, device), prompts, 32, seed))
+    what = f"mean over the trained models of {', '.join(runs)}, 128 held-out prompts, 4 answers each" \
+        if runs else "mean of three seeds, random weights, cpu preset, random prompts"
     print(f"|logp_train - logp_rollout| in nats on the same sequences: {what}\n")
     print("| rollout experts   | BF16 trainer: mean | p99    | max   | same experts "
           "| W4A16 trainer: mean | p99    | max   | same experts |\n" + "|---" * 9 + "|")
@@ -153,7 +156,7 @@ def print_gaps(run, device):
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("--run", help="folder of a trained run for the second table")
+    parser.add_argument("--run", nargs="+", default=[], help="trained runs for the second table")
     args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     print(f"{heading()}\n")

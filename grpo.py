@@ -77,7 +77,7 @@ def policy_loss(logp, logp_old, advantages, mask, clip_low=0.2, clip_high=0.2, t
     `correction_weights` makes weights (B, T) and says what logp_old is. Metrics: `ratio_mean`, and
     `clip_fraction`, the share of tokens whose min took the clipped branch (their gradient is 0).
     In the first update on a batch only the precision gap can clip (with the trainer's own logp_old
-    it is 0); from the second on it is not 0. All masked: loss and gradient are 0. ValueError if
+    nothing does); from the second on it can. All masked: loss and gradient are 0. ValueError if
     shapes disagree, or log-probs are half precision or not finite; so do the next three functions.
     """
     log_ratio, mask = _log_ratio(logp, logp_old.detach(), mask)         # (B, T), (B, T)
@@ -131,7 +131,7 @@ def mismatch(logp_train, logp_rollout, mask):
     With d = logp_train - logp_rollout (B, T): gap_mean, gap_max, gap_p99 (99% of tokens are at or
     below it) of |d|; gap_tail, share above ln 2; kl_k1 = mean(-d), kl_k3 = mean(exp(d) - 1 - d),
     two estimates of KL(rollout || train). Direction matters: a token at -5 and -15 has k3 = 22,015
-    if the trainer says -5, and 9 if it says -15. In float64; no sampled token gives zeros.
+    if the trainer says -5, and 9 if it says -15. Averaged in float64; without tokens, zeros.
     """
     log_ratio, mask = _log_ratio(logp_train, logp_rollout, mask)        # (B, T), (B, T)
     d = log_ratio[mask].double() if mask.any() else torch.zeros(1)      # (N,) N sampled tokens

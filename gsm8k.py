@@ -102,13 +102,13 @@ def load(split, source=None):
 def fresh(split, rng, pool=None):
     """A fresh problem: home-made, or a random row of `pool` renumbered. rng: random.Random.
     A hash of the text holds out an eighth for "test", so the two splits can never meet."""
-    for _ in range(0 if pool == [] else 2000):
+    for _ in range(0 if pool == [] else 2000):                  # no row: straight to the error
         problem = _home_made(rng) if pool is None else renumber(rng.choice(pool), rng)
         if problem:
             held_out = zlib.crc32(problem["question"].encode("utf-8", "replace")) % 8 == 0
             if held_out == (split == "test"):
                 return problem
-    raise ValueError(f"no {split} problem in 2,000 draws from {len(pool)} rows: use --data builtin")
+    raise ValueError(f"none of {len(pool)} rows could be given fresh numbers: use --data builtin")
 
 
 # --- The chain <<expression=result>> of an answer, in exact arithmetic ---------------------------

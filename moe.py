@@ -263,7 +263,10 @@ class MoETransformer(nn.Module):
 def save_file(path, save):
     """Let save(temporary path) write a file, then rename it: a crash leaves the old one intact."""
     temporary = path.with_name(path.name + ".tmp")
-    save(temporary)
+    try:
+        save(temporary)
+    except RuntimeError as error:                # torch.save's way to say that the disk is full
+        raise OSError(f"{path} cannot be written: {error}") from error
     os.replace(temporary, path)
 
 

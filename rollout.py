@@ -1,7 +1,7 @@
 """The sampler: answers and their log-probabilities, in the precision of the recipe.
 
-    sync       copy the trainer's weights: experts into BF16, FP8 or packed NVFP4, the rest into
-               the compute dtype; with RAC, choose the blocks of the second pass
+    sync       copy the trainer's weights: experts into BF16, FP8 or packed NVFP4, the rest into the
+               compute dtype (norms and router fp32); with RAC, choose the blocks of its pass
     prefill    each prompt runs once; its keys and values are copied to the answers of its group
     decode     one token a step for all answers that still run; the finished ones leave the batch
 
@@ -127,7 +127,7 @@ def micro_batches(prompts, mask, max_tokens, last):
     """
     length = mask.sum(1)                                                              # (B,)
     width = length + torch.tensor([len(p) for p in prompts], device=mask.device)      # (B,)
-    rows = (10**6 * last - width).argsort(stable=True)                                # (B,)
+    rows = (10**6 * last - width).argsort(stable=True)      # (B,), 10**6 is more than any width
     while len(rows):
         n = max(1, max_tokens // int(width[rows].max()))
         yield rows[:n], int(length[rows[:n]].max())
@@ -180,8 +180,8 @@ class Rollout:
         for name, p in source.items():
             if not torch.isfinite(p).all():
                 raise ValueError(f"the weight {name} holds NaN or infinity, so it cannot be synced "
-                                 "into the rollout: training diverged; resume from the last "
-                                 "checkpoint with a smaller --lr.")
+                                 "into the rollout: training diverged; start a new run with a "
+                                 "smaller learning rate.")
         if self.precision == "nvfp4+rac" and not self.energy and not calibration_ids:
             raise ValueError("the first sync of a recipe with RAC has no activations to choose "
                              "blocks by: pass calibration_ids, some prompts as lists of ids.")
@@ -300,7 +300,7 @@ class Rollout:
         # Each prompt's logits, experts, length and cache serve the whole group.
         logits, routes, length = (x.repeat_interleave(group, 0) for x in (logits, routes, length))
         longest = int(length.max())
-        for kept in (kept for pair in self.cache for kept in pair):
+        for kept in [tensor for pair in self.cache for tensor in pair]:
             kept[:R, :, :longest] = kept[:len(prompts), :, :longest].repeat_interleave(group, 0)
 
         # Row i of the running batch is answer live[i], and running[i] turns False at its end. When
@@ -324,7 +324,7 @@ class Rollout:
             if n == 0 or t == max_new_tokens - 1:
                 break
             if n <= SHRINK_AT * len(running):
-                for kept in (kept for pair in self.cache for kept in pair):
+                for kept in [tensor for pair in self.cache for tensor in pair]:
                     kept[:n, :, :span] = kept[:len(running), :, :span][running]
                 live, token, running = live[running], token[running], running[running]
             position = length[live] + t                      # (n,) of the token just sampled
@@ -333,5 +333,5 @@ class Rollout:
                                 views)[:, 0]                                          # (n, V)
             routes = self.model.routes()                                # (running rows, L, A)
         bar.close()
-        self.energy, self.measuring = self.measuring or self.energy, None
+        self.energy, self.measuring = self.measuring or self.energy, None     # kept if not measured
         return ids, mask, logp

@@ -31,7 +31,7 @@ import qat
 from moe import PRESETS, Config, MoETransformer, load_checkpoint, pick_threads, save_file
 from rollout import Rollout, micro_batches, sequence_logp
 
-# --- Settings: a flag each, with its defaults (preset cpu, preset gpu) and its limit -------------
+# --- Settings, a flag each: defaults with the presets cpu and gpu, choices or lowest value --------
 SETTINGS = {
     "recipe":         ("quads", "quads", list(qat.RECIPES), "precision of both sides"),
     "preset":         ("cpu", "gpu", list(PRESETS), "size of the model; by default as the device"),
@@ -43,25 +43,25 @@ SETTINGS = {
     "sft_steps":      (700, 6000, 0, "supervised steps before GRPO"),
     "sft_batch":      (16, 64, 1, "demonstrations a warm-up step"),
     "sft_lr":         (3e-3, 1e-3, 0, "learning rate of the warm-up; falls linearly to a tenth"),
-    "sloppy":         (0.7, 0.0, 0, "share of careless demonstrations; by default 0 on GSM8K"),
-    "steps":          (50, 100, 0, "GRPO steps in all; 0 only evaluates"),
+    "sloppy":         (0.7, 0.0, 0, "chance that a demonstration is careless; 0 on GSM8K"),
+    "steps":          (50, 100, 0, "GRPO steps in all; 0 stops after an evaluation"),
     "prompts":        (32, 64, 1, "problems a step"),
-    "group":          (8, 16, 1, "answers to each problem"),
+    "group":          (8, 16, 2, "answers to each problem"),
     "lr":             (3e-4, 3e-5, 0, "learning rate of GRPO"),
     "temperature":    (1.0, 1.0, 1e-3, "of the sampled answers"),
-    "max_new_tokens": (64, 256, 1, "longest answer, a cut one earns 0; by default 256 on GSM8K"),
+    "max_new_tokens": (64, 256, 1, "longest answer, a cut one earns 0; 256 on GSM8K"),
     "rac_ratio":      (0.5, 0.5, 0, "share of the blocks that get RAC's second pass"),
     "correction":     ("none", "none", ["none", "tis", "mask"], "importance weights for the gap"),
     "clip_high":      (0.2, 0.2, 0, "the ratio is clipped to 0.8 .. 1 + this"),
     "eval_every":     (10, 20, 1, "steps between evaluations"),
-    "eval_problems":  (256, 512, 1, "held-out problems an evaluation"),
+    "eval_problems":  (256, 512, 2, "held-out problems an evaluation"),
     "save_every":     (1, 10, 1, "steps between checkpoints"),
 }
 MAY_CHANGE = ("steps", "eval_every", "eval_problems", "save_every", "device", "threads")  # --resume
 MAY_CHANGE_IF_0_STEPS = ("recipe", "rac_ratio", "max_new_tokens", "data")
 MICRO_TOKENS = {"cpu": 4096, "cuda": 65536}        # tokens of one forward and backward pass
 SHOWN = ("reward gap_mean gap_max router_agreement entropy grad_norm answer_tokens truncated "
-         "zero_std_groups rollout_tok_s step_s").split()     # after each step; see grpo.py
+         "zero_std_groups rollout_tok_s step_s").split()     # after each step; gaps in nats
 
 
 def settings(argv):
@@ -74,7 +74,7 @@ def settings(argv):
     parser.add_argument("--resume", help="folder of a run to go on with; --steps 0 evaluates it")
     given = {k: v for k, v in vars(parser.parse_args(argv)).items() if v is not None}
     resume, saved = given.pop("resume", None), None
-    if resume:
+    if resume is not None:
         saved = load_checkpoint(Path(resume) / "checkpoint.pt")
         own = {**saved["settings"], "out": resume}
         s = {**own, **given}
@@ -92,9 +92,10 @@ def settings(argv):
         s.update(sloppy=0.7 if home_made else 0.0, max_new_tokens=64 if home_made else 256)
         s.update(given)
         s["out"] = s["out"] or f"runs/{s['recipe']}-seed{s['seed']}"
+        s["data"] = s["data"] if s["data"] in ("builtin", "hub") else str(Path(s["data"]).resolve())
     for k, (_, _, limit, _) in SETTINGS.items():
         if isinstance(limit, (int, float)) and not limit <= s[k] < 1e9:
-            raise ValueError(f"{k} = {s[k]} is out of range: it must be at least {limit}.")
+            raise ValueError(f"{k} = {s[k]} is out of range: from {limit} to below 1e9.")
     if s["device"] == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda, but PyTorch sees no GPU here: use --device cpu.")
     return argparse.Namespace(**s), saved
@@ -109,21 +110,21 @@ class Run:
         # GSM8K: training rows, to be given fresh numbers, and test rows, used as they are.
         self.pool = None if s.data == "builtin" else gsm8k.load("train", source)
         self.official = [] if s.data == "builtin" else gsm8k.load("test", source)
+        rows = self.pool or gsm8k.load("train", "builtin")
         self.sft_step, self.step, self.rows = 0, 0, []      # steps done; rows of metrics.csv
         if saved:
             self.sft_step, self.step, self.rows = saved["sft_step"], saved["step"], saved["rows"]
             self.tokenizer = gsm8k.tokenizer_from_json(saved["tokenizer"])
             config = Config(**saved["config"])
         else:
-            texts = [text for row in self.pool or gsm8k.load("train", "builtin")
-                     for text in (gsm8k.prompt(row["question"]), row["answer"])]
+            texts = [gsm8k.prompt(row["question"]) + row["answer"] for row in rows]
             self.tokenizer = gsm8k.train_tokenizer(texts, PRESETS[s.preset].vocab_size)
             n = self.tokenizer.n_vocab      # the embedding may have more rows than that
             config = replace(PRESETS[s.preset], real_vocab=n, end_id=n - 1)
-        for row in (self.pool or []) + self.official:
-            answer = self.tokenizer.encode_ordinary(row["answer"])
-            need = len(self.prompt(row)) + max(s.max_new_tokens, len(answer))
-            if need >= config.max_seq_len:
+        for row in rows + self.official:
+            answer = len(self.tokenizer.encode_ordinary(row["answer"]))
+            need = len(self.prompt(row)) + max(s.max_new_tokens, answer) + 32   # numbers may grow
+            if need > config.max_seq_len:
                 raise ValueError(f"{row['question'][:60]!r}... needs {need} tokens and the context "
                                  f"has {config.max_seq_len}: remove it, or lower --max-new-tokens.")
         torch.manual_seed(s.seed)
@@ -155,13 +156,14 @@ class Run:
         rng = random.Random(f"{self.s.seed} {label}")
         return [gsm8k.fresh(split, rng, self.pool) for _ in range(n)]
 
-    def log(self):
-        """metrics.csv and, at evaluations, curves.png."""
+    def log(self, row):
+        """Adds a row to metrics.csv and, if it holds an evaluation, draws curves.png."""
+        self.rows.append(row)
         names = list(dict.fromkeys(name for row in self.rows for name in row))
         lines = [names] + [[str(row.get(name, "")) for name in names] for row in self.rows]
         text = "".join(",".join(line) + "\n" for line in lines)
         save_file(self.out / "metrics.csv", lambda path: path.write_text(text))
-        if "solved" in self.rows[-1]:
+        if "solved" in row:
             figure = grpo.curves(self.rows, f"{self.s.recipe}, {self.s.data}, seed {self.s.seed}")
             save_file(self.out / "curves.png", lambda path: figure.savefig(path, format="png"))
 
@@ -200,6 +202,8 @@ def warm_up(run, stopping):
             run.new_optimizer()
         if run.sft_step % 200 == 0 or run.sft_step == s.sft_steps or stopping:
             tqdm.write(f"warm-up {run.sft_step:5d} of {s.sft_steps}  loss {loss.item():.3f}")
+            if not loss.isfinite():
+                raise ValueError("the warm-up diverged: start a new run with a smaller --sft-lr.")
             run.save()
         if stopping:
             return
@@ -263,8 +267,8 @@ def update(run, prompts, ids, mask, logp_rollout, adv):
             clip_fraction += float(parts["clip_fraction"])
     grad_norm = torch.nn.utils.clip_grad_norm_(run.model.parameters(), 1.0).item()
     if not grad_norm < float("inf"):
-        raise ValueError(f"the gradient of step {run.step + 1} is not finite. The checkpoint holds "
-                         "the last good weights: start a new run with a smaller --lr.")
+        raise ValueError(f"the gradient of step {run.step + 1} is not finite, and the weights are "
+                         "as before: start a new run with a smaller --lr.")
     run.optimizer.step()                    # does nothing if no group taught anything
     run.optimizer.zero_grad()
     return {**grpo.mismatch(logp_train, logp_rollout, mask), "grad_norm": grad_norm,
@@ -277,7 +281,6 @@ def grpo_step(run):
     """One step. Returns a row of metrics.csv."""
     s, start = run.s, time.perf_counter()
     step, R = run.step + 1, s.prompts * s.group
-
     # ----- sync and rollout: `group` answers to each problem, in the recipe's precision -----
     run.rollout.sync()
     synced = time.perf_counter()
@@ -286,16 +289,13 @@ def grpo_step(run):
     ids, mask, logp = run.rollout.generate(prompts, s.group, s.max_new_tokens, s.temperature,
                                            (s.seed << 32) + step * R)             # (R, T) each
     generated = time.perf_counter()
-
     # ----- reward: 1 for the right number after the last ####, else 0 -----
     graded = [run.grade(ids[r][mask[r]].tolist(), problems[r // s.group]) for r in range(R)]
     rewards = torch.tensor([float(reward) for _, reward, _ in graded], device=ids.device)
     adv = grpo.advantages(rewards.view(s.prompts, s.group))                       # (P, G)
-
     # ----- update: one step of AdamW on exactly the sampled ids -----
     prompts = [p for p in prompts for _ in range(s.group)]                        # R of them
     row = update(run, prompts, ids, mask, logp, adv.flatten())
-
     # ----- log -----
     memory = torch.cuda.max_memory_allocated() if s.device == "cuda" else \
         resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024       # Linux counts in KB
@@ -311,6 +311,7 @@ def grpo_step(run):
 
 
 def main(argv=None):
+    sys.stdout.reconfigure(errors="replace")    # a model may write what a terminal cannot
     s, saved = settings(argv)
     out = Path(s.out)
     if not saved and any((out / name).exists() for name in ("checkpoint.pt", "metrics.csv")):
@@ -321,7 +322,6 @@ def main(argv=None):
     run, stopping = Run(s, saved), []
     s.threads, why = (s.threads, "as set") if s.threads else pick_threads(run.model)
     torch.set_num_threads(s.threads)
-    rollout, trainer = qat.RECIPES[s.recipe]
     for name, text in (
             ("device", torch.cuda.get_device_name() if s.device == "cuda" else "CPU"
              + ("" if torch.cuda.is_available() else ", because PyTorch sees no GPU")),
@@ -330,7 +330,7 @@ def main(argv=None):
              f"{len(run.official)} official ones" if run.pool else "home-made problems, offline"),
             ("preset", f"{s.preset}: {sum(p.numel() for p in run.model.parameters()) / 1e6:.2f}M "
              f"parameters, {run.tokenizer.n_vocab} tokens, computing in {run.model.dtype}"),
-            ("recipe", f"{s.recipe}: rollout experts {rollout}, trainer's QAT {trainer}"),
+            ("recipe", "{}: rollout {}, trainer's QAT {}".format(s.recipe, *qat.RECIPES[s.recipe])),
             ("path", "NVFP4 and FP8 are emulated in plain PyTorch: right numbers, no speed"),
             ("run", f"{out}, after warm-up step {run.sft_step} and GRPO step {run.step}")):
         print(f"{name:8} {text}")
@@ -342,17 +342,18 @@ def main(argv=None):
         tqdm.write("stopping: this step is finished and saved first; Ctrl-C again stops at once")
     signal.signal(signal.SIGINT, stop)
 
-    if run.sft_step < s.sft_steps:
+    evaluating = saved and s.steps == 0     # nothing is trained then, and nothing written
+    if run.sft_step < s.sft_steps and not evaluating:
         warm_up(run, stopping)
     run.model.set_qat(qat.RECIPES[s.recipe][1])
     held_out = run.problems("test", "held out", s.eval_problems)
     if not run.rollout.energy:                      # RAC's first blocks are chosen on some prompts
         run.rollout.sync([run.prompt(p) for p in run.problems("train", "calibration", 32)])
-    if saved and s.steps == 0:
+    if evaluating:
         return evaluate(run, held_out, True, examples=5)
     if not run.rows and not stopping:
-        run.rows.append({"step": 0, **evaluate(run, held_out, True)})
-        run.log()
+        run.log({"step": 0, **evaluate(run, held_out, True)})
+        run.save()
     for step in tqdm(range(run.step, s.steps), desc="GRPO", disable=None):
         if stopping:
             break
@@ -360,8 +361,7 @@ def main(argv=None):
         last = run.step == s.steps
         if last or run.step % s.eval_every == 0:
             row.update(evaluate(run, held_out, last))
-        run.rows.append(row)
-        run.log()
+        run.log(row)
         if last or stopping or run.step % s.save_every == 0:
             run.save()
     if stopping:
@@ -377,4 +377,4 @@ if __name__ == "__main__":
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:
-        sys.exit("stopped at once; the last checkpoint stands, go on with --resume")
+        sys.exit("stopped at once; the last checkpoint, if there is one, stands (see --resume)")

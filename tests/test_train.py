@@ -67,7 +67,7 @@ def run_from(out, *flags):
 def test_first_lines_and_files(whole):
     out, text = whole
     for word in ("device", "data     home-made", "preset   cpu: 0.5", "threads  1", "emulated",
-                 "recipe   quads: rollout experts nvfp4+rac, trainer's QAT w4a16"):
+                 "recipe   quads: rollout nvfp4+rac, trainer's QAT w4a16"):
         assert word in text
     assert json.loads((out / "config.json").read_text())["recipe"] == "quads"
     assert (out / "curves.png").read_bytes()[1:4] == b"PNG"
@@ -104,7 +104,7 @@ def test_evaluation_of_a_saved_run_in_another_precision_changes_nothing(whole, c
     before = {path.name: path.read_bytes() for path in out.iterdir()}
     train.main(["--resume", str(out), "--steps", "0", "--recipe", "fp8", "--eval-problems", "6"])
     text = capsys.readouterr().out
-    assert "rollout experts fp8" in text and "of 6" in text and text.count("  e.g. ") == 5
+    assert "rollout fp8" in text and "of 6" in text and text.count("  e.g. ") == 5
     assert before == {path.name: path.read_bytes() for path in out.iterdir()}
 
 
@@ -268,6 +268,7 @@ def command(*flags):
     (["--rac-ratio", "1.5"], "--rac-ratio is a share of the blocks, 0 to 1; got 1.5"),
     (["--group", "0"], "group = 0 is out of range"),
     (["--lr", "nan"], "lr = nan is out of range"),
+    (["--resume", ""], "there is no checkpoint.pt"),
     (["--data", "/no/such/folder"], "/no/such/folder"),
     (["--out", "/proc/self/status/run"], "/proc/self/status/run"),
     (["--resume", "/no/such/run"], "there is no /no/such/run/checkpoint.pt"),
@@ -277,6 +278,44 @@ def test_bad_flags(flags, words, tmp_path):
     done = command("--device", "cpu", *flags, *out)
     assert done.returncode != 0 and words in done.stderr and "Traceback" not in done.stderr
     assert not (tmp_path / "run" / "checkpoint.pt").exists()
+
+
+def test_an_evaluation_never_trains_or_writes(tmp_path, capsys):
+    """Also of a run that was stopped in its warm-up: it must not go on under other settings."""
+    out = tmp_path / "run"
+    run = run_from(out)
+    out.mkdir()
+    run.sft_step = 3
+    run.save()
+    before = (out / "checkpoint.pt").read_bytes()
+    train.main(["--resume", str(out), "--steps", "0", "--recipe", "bf16", "--eval-problems", "4"])
+    assert "evaluation after step 0" in capsys.readouterr().out
+    assert (out / "checkpoint.pt").read_bytes() == before and len(list(out.iterdir())) == 1
+
+
+def test_a_run_without_warm_up_can_be_resumed_after_its_first_evaluation(tmp_path):
+    out = tmp_path / "run"
+    train.main([*TINY, "--sft-steps", "0", "--steps", "0", "--out", str(out)])
+    train.main(["--resume", str(out), "--steps", "1", "--eval-problems", "4"])
+    assert [row["step"] for row in rows_of(out)] == ["0", "1"]
+
+
+def test_a_warm_up_that_diverges_saves_nothing(tmp_path):
+    with pytest.raises(ValueError, match="smaller --sft-lr"):
+        train.main([*TINY, "--sft-steps", "4", "--sft-lr", "1e8", "--out", str(tmp_path / "run")])
+    assert not (tmp_path / "run" / "checkpoint.pt").exists()
+
+
+def test_answers_that_cannot_fit_are_refused_before_the_warm_up(tmp_path):
+    with pytest.raises(ValueError, match="the context has 1024: remove it, or lower --max-new"):
+        train.main([*TINY, "--max-new-tokens", "1000", "--out", str(tmp_path / "run")])
+
+
+def test_a_full_disk_is_one_sentence(tmp_path):
+    def full(temporary):
+        raise RuntimeError("inline_container.cc: file write failed")
+    with pytest.raises(OSError, match="checkpoint.pt cannot be written"):
+        train.save_file(tmp_path / "checkpoint.pt", full)
 
 
 def test_no_gpu(monkeypatch):
