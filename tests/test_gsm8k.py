@@ -113,7 +113,7 @@ def test_builtin_is_the_same_every_time_and_splits_are_disjoint():
 def test_a_pool_that_cannot_be_renumbered_is_refused():
     bare = [{"question": "How many legs has a dog?", "answer": "Four.\n#### 4"}]
     for pool in (bare, []):
-        with pytest.raises(ValueError, match="2,000 draws"):
+        with pytest.raises(ValueError, match="could be given fresh numbers"):
             gsm8k.fresh("train", random.Random(0), pool)
 
 # ---- renumbering ----
