@@ -175,7 +175,8 @@ class MoE(nn.Module):
         weights, chosen = self.route(x)                                           # (S, A) each
         order = chosen.flatten().argsort(stable=True)                             # (S*A,)
         counts = chosen.flatten().bincount(minlength=self.config.experts)         # (E,)
-        y = self.run_experts(x[order // self.config.active], counts)              # (S*A, D)
+        copies = x[:, None].expand(-1, self.config.active, -1).flatten(0, 1)      # (S*A, D)
+        y = self.run_experts(copies[order], counts)                               # (S*A, D)
         # Back into token order, so that a token's A outputs are added in the router's order.
         y = y[order.argsort()].unflatten(0, chosen.shape)                         # (S, A, D)
         return (y * weights[..., None]).sum(1).to(x.dtype)                        # (S, D)
@@ -243,7 +244,8 @@ class MoETransformer(nn.Module):
             raise ValueError(f"a sequence of {ids.shape[1]} tokens does not fit into the context "
                              f"of {self.config.max_seq_len}.")
         cos, sin = self.cos[positions][:, :, None], self.sin[positions][:, :, None]
-        x = self.embedding[ids].to(self.dtype)                                    # (B, T, D)
+        # (Not embedding[ids], whose gradient CPU threads add up in any order.)
+        x = F.embedding(ids, self.embedding).to(self.dtype)                       # (B, T, D)
         for i, block in enumerate(self.blocks):
             x = block(x, cos, sin, positions, valid, None if cache is None else cache[i])
         x = rms_norm(x if select is None else x[select], self.norm, self.config.norm_eps)
@@ -291,8 +293,7 @@ def load_checkpoint(path):
 def pick_threads(model):
     """Time a training step of the model with 1, 2, 4, .. CPU threads and keep the fastest number.
 
-    A small model is often fastest on one: its products are too short to share. Returns the number
-    and the times as text.
+    (A small model's products are often too short to share.) Returns it, and the times as text.
     """
     available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     device = model.embedding.device

@@ -486,3 +486,25 @@ def test_the_gap_shrinks_as_the_paper_says():
              *(total[f"nvfp4 + rac {r}%", "w4a16"] for r in ("12.5", "25", "50", "75", "100"))]
     assert all(a > 1.01 * b for a, b in zip(order, order[1:])), order
     assert total["bf16", "none"] < 1e-5 < total["fp8", "none"] < total["nvfp4", "none"]
+
+
+def test_two_threads_give_the_same_gradient_bits_every_time():
+    """RL.md 4.23: else a resumed run could not equal an uninterrupted one on two cores."""
+    threads, generator = torch.get_num_threads(), torch.Generator().manual_seed(0)
+    torch.manual_seed(0)
+    model = MoETransformer(PRESETS["cpu"])
+    model.set_qat("w4a16")
+    prompts = torch.randint(0, 500, (64, 40), generator=generator).tolist()
+    ids = torch.randint(0, 500, (64, 40), generator=generator)
+    weights, gradients = torch.linspace(-1, 1, 64)[:, None], []
+    torch.set_num_threads(2)
+    try:
+        for _ in range(4):
+            model.zero_grad()
+            logp, _, _ = sequence_logp(model, prompts, ids, torch.ones(64, 40).bool(), 1.0)
+            (logp * weights).sum().backward()
+            gradients.append([p.grad.clone() for p in model.parameters()])
+    finally:
+        torch.set_num_threads(threads)
+    for other in gradients[1:]:
+        assert all(map(torch.equal, gradients[0], other))
