@@ -15,7 +15,7 @@ import nvfp4  # noqa: E402
 import qat  # noqa: E402
 import rac  # noqa: E402
 import rollout as module  # noqa: E402
-from moe import Config, MoETransformer  # noqa: E402
+from moe import PRESETS, Config, MoETransformer  # noqa: E402
 from rollout import Rollout, sample, sequence_logp, uniform  # noqa: E402
 
 torch.set_num_threads(1)
