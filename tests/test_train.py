@@ -108,6 +108,15 @@ def test_evaluation_of_a_saved_run_in_another_precision_changes_nothing(whole, c
     assert before == {path.name: path.read_bytes() for path in out.iterdir()}
 
 
+@pytest.mark.parametrize("recipe", train.qat.RECIPES)
+def test_every_recipe_runs(recipe, tmp_path):
+    train.main([*TINY, "--recipe", recipe, "--sft-steps", "2", "--steps", "1", "--eval-problems",
+                "2", "--out", str(tmp_path)])
+    row = rows_of(tmp_path)[1]
+    same_numbers = recipe in ("bf16", "qat-symmetric")      # both sides multiply the same operands
+    assert float(row["gap_mean"]) < 1e-5 if same_numbers else float(row["gap_mean"]) > 1e-5
+
+
 def test_real_gsm8k_text_from_a_folder(tmp_path, capsys):
     sample = (Path(__file__).parent / "gsm8k_sample.jsonl").read_text().splitlines()
     (tmp_path / "train.jsonl").write_text("\n".join(sample))
