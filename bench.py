@@ -139,7 +139,7 @@ def print_gaps(runs, device):
         rng = random.Random(seed)
         prompts = [[rng.randrange(512) for _ in range(rng.randint(16, 48))] for _ in range(32)]
         results.append(gaps(random_model(seed, device), prompts, 32, seed))
-    what = f"mean over the trained models of {', '.join(runs)}, 128 held-out prompts, 4 answers each" \
+    what = f"mean over the models of {', '.join(runs)}, 128 held-out prompts, 4 answers each" \
         if runs else "mean of three seeds, random weights, cpu preset, random prompts"
     print(f"|logp_train - logp_rollout| in nats on the same sequences: {what}\n")
     print("| rollout experts   | BF16 trainer: mean | p99    | max   | same experts "
