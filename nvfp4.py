@@ -7,28 +7,36 @@
 
         x  =  e2m1 * s_block * s_global         e2m1 in {0, .5, 1, 1.5, 2, 3, 4, 6} and a sign
 
-Three scales because each alone is too coarse: E2M1 spans a factor of 12, E4M3 block scales follow
-the data block by block, and s_global moves the block scales into E4M3's range, so that the largest
-block gets the scale 448 and the largest value the code 6:  s_global = amax / (6 * 448).
+E2M1 spans a factor of 12 only; E4M3 block scales follow the data; s_global moves them into E4M3's
+range: s_global = amax / (6 * 448) gives the largest block the scale 448 and the largest value the
+code 6. Rounding is to nearest, ties to even, everywhere.
 
-Rounding is to nearest, ties to even, everywhere. Both operands of a product in this format make a
-W4A4 product (4-bit weights, 4-bit activations), which the FP4 units of Blackwell GPUs compute
-natively. This file *emulates* it in plain PyTorch on any device: the decoded operands are exact in
-fp32 (and in bf16), so only the order of summation differs from the hardware.
-
-Run `python nvfp4.py` for a self-check and a table of errors.
+Two such operands make a W4A4 product (4-bit weights and activations). Blackwell GPUs compute it in
+their FP4 units; elsewhere it is emulated: decoded operands are exact in fp32, fp16 and bf16, and
+only the order of sums differs. First comes the definition, in plain PyTorch, then the product's
+Triton kernel (the quantizer's is in rac.py).
 """
+from __future__ import annotations
+
+import functools
+import os
 from typing import NamedTuple
 
 import torch
+
+try:
+    import triton
+    import triton.language as tl
+    jit = triton.jit
+except ImportError:            # no Triton (macOS, say): plain PyTorch does everything
+    triton, tl, jit = None, None, lambda kernel: kernel
 
 BLOCK = 16                # values that share one block scale
 E2M1_MAX = 6.0            # the largest magnitude of a 4-bit code
 E4M3_MAX = 448.0          # the largest finite block scale
 MIN_GLOBAL = 2.0**-126    # smallest normal fp32: an almost-zero tensor must not divide by zero
-# Code c in 0..7 means MAGNITUDES[c]; bit 3 is the sign, so that c + 8 means -MAGNITUDES[c].
-MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-E2M1 = torch.tensor(MAGNITUDES + tuple(-m for m in MAGNITUDES))                          # (16,)
+# What a code means: bit 3 is the sign, the other three are one of eight magnitudes.
+E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])   # (16,)
 # What one stored byte means: element 2j sits in the LOW nibble, element 2j + 1 in the high one.
 BYTE_TO_PAIR = torch.stack([E2M1[torch.arange(256) & 15], E2M1[torch.arange(256) >> 4]], dim=1)
 
@@ -40,31 +48,23 @@ class NVFP4(NamedTuple):
     global_scale: torch.Tensor  # fp32: (..., 1) row-scaled; (E, 1, 1) for (E, N, K); else ()
 
 
-# --- Quantize ------------------------------------------------------------------------------------
-
 def e2m1_encode(v):
-    """Round to the nearest E2M1 value, ties to the even code; v is clipped to [-6, 6].
-
-    v: (...) fp32, already divided by its scales. Returns (...) uint8 codes 0..15.
-    The grid's step is .5 below 2, 1 below 4 and 2 above. `torch.round` rounds halves to even, and
-    the offsets 2 and 4 are even, so ties go to the even code in all three ranges: 2.5 lies between
-    2.0 (code 4) and 3.0 (code 5), rounds to 2, and 2 + 2 is code 4.
-    """
+    """Round v (...) fp32, clipped to [-6, 6], to codes 0..15 (...) uint8, ties to the even code.
+    The step is .5 below 2, 1 below 4, 2 above; torch.round sends halves to even, and the offsets 2
+    and 4 are even. (2.5, between codes 4 and 5, rounds to 2, and 2 + 2 is code 4.)"""
     m = v.abs().clamp(max=E2M1_MAX)
     code = torch.where(m < 2, (2 * m).round(),
                        torch.where(m < 4, m.round() + 2, (m / 2).round() + 4))
-    return code.to(torch.uint8) + 8 * (v < 0).to(torch.uint8)
+    return code.to(torch.uint8) + 8 * ((v < 0) & (code > 0)).to(torch.uint8)   # never minus zero
 
 
 def quantize(x, row_scaled=False, global_scale=None):
     """Quantize x to NVFP4.
 
     x: (..., K) of any float dtype, strided as it likes; arithmetic is fp32, without gradient.
-    row_scaled: one global scale a row (activations: a token's code then never depends on the
-        other tokens of its batch) instead of one a matrix (weights).
-    global_scale: use this one instead of amax / 2688 (the residual pass of rac.py does).
-    Raises ValueError if K is not a positive multiple of 16, or if x holds NaN or infinity.
-    """
+    row_scaled: one global scale a row (activations: a token's codes never depend on its batch)
+    instead of one a matrix (weights). global_scale: use this one instead of amax / 2688.
+    Raises ValueError if K is not a positive multiple of 16, or if x holds NaN or infinity."""
     K = x.shape[-1]
     if K == 0 or K % BLOCK:
         raise ValueError(f"NVFP4 needs K, the last axis, to be a positive multiple of {BLOCK}, got "
@@ -75,8 +75,7 @@ def quantize(x, row_scaled=False, global_scale=None):
         raise ValueError(f"NVFP4 cannot hold NaN or infinity, and a tensor of shape "
                          f"{tuple(x.shape)} has some: find the step that made them.")
 
-    # Divisors are tensors: a GPU divides by a Python number by multiplying with its reciprocal,
-    # which moves some roundings, and both sides must round alike.
+    # Divisors are tensors: a GPU divides by a Python number by multiplying with its reciprocal.
     six, largest = block_amax.new_tensor(E2M1_MAX), block_amax.new_tensor(E2M1_MAX * E4M3_MAX)
 
     # Level 1: the global scale puts the largest block scale at 448.
@@ -102,8 +101,6 @@ def quantize(x, row_scaled=False, global_scale=None):
     return NVFP4(codes[..., 0::2] | codes[..., 1::2] << 4, scales, global_scale)
 
 
-# --- Dequantize ----------------------------------------------------------------------------------
-
 def decode_e2m1(codes):
     """Packed codes (..., K/2) uint8 to their E2M1 values in blocks, (..., K/16, 16) fp32."""
     table = BYTE_TO_PAIR.to(codes.device)
@@ -112,11 +109,8 @@ def decode_e2m1(codes):
 
 
 def block_values(q, dtype=torch.float32):
-    """e2m1 * s_block, the GEMM operand: (..., K). Exact in fp32, fp16 and bf16.
-
-    (2 significant bits times 4 make 6, and bf16 has 8.) The product with s_global is *not* exact in
-    bf16, which is why s_global multiplies the result of a GEMM and never its operands.
-    """
+    """e2m1 * s_block, the GEMM operand: (..., K). Exact in fp32, fp16 and bf16: 6 significant bits.
+    Times s_global it is not, in bf16: so s_global multiplies a GEMM's result, not its operand."""
     return (decode_e2m1(q.codes) * q.scales.float()[..., None]).flatten(-2).to(dtype)
 
 
@@ -126,83 +120,281 @@ def dequantize(q, dtype=torch.float32):
     return (decode_e2m1(q.codes) * step[..., None]).flatten(-2).to(dtype)
 
 
-# ---------------------------------------------------------------------------------------------
-# Products. Both operands are NVFP4, sums are fp32, the global scales come last:
+# --- Products, in plain PyTorch ------------------------------------------------------------------
 #
 #     Y[m, n] = s_x[m] * s_w * sum_k x[m, k] * w[n, k]          x, w = e2m1 * s_block
 #
-# rac.py adds a second pass over some blocks of K. It multiplies the same weights and shares the
-# row's s_x, so the two passes share one sum: (x + r) * w. In fp32 that addition is exact: both are
-# multiples of 2^-10 below 2^13. (True fp32 is meant: no autocast, no TF32.)
-# ---------------------------------------------------------------------------------------------
+# Sums are fp32, global scales come last. rac.py adds a second pass over some blocks of K, with the
+# same weights and the row's s_x, so the two passes share one sum: (x + r) * w. In fp32 x + r is
+# exact: both are multiples of 2^-10 below 2^13. (True fp32 is meant: no autocast, no TF32.)
 
-def grouped_matmul(x, w, counts, out_dtype=torch.float32, residual=None, blocks=None):
+def compensated_values(x, residual=None, blocks=None):
+    """What multiplies the weights: e2m1 * s_block of x, plus that of the residual. (M, K) fp32."""
+    a = block_values(x)                                                   # (M, K)
+    if residual is not None:
+        second = block_values(residual).unflatten(-1, (-1, BLOCK))        # (M, S, 16)
+        a = a.unflatten(-1, (-1, BLOCK)).index_add(1, blocks, second).flatten(-2)
+    return a
+
+
+def grouped_matmul_ref(x, w, counts, out_dtype, residual=None, blocks=None):
+    """`grouped_matmul`, expert by expert: (M, N)."""
+    rows = compensated_values(x, residual, blocks).split(counts.tolist())  # E x (counts[e], K)
+    b = block_values(w)                                                    # (E, N, K) fp32
+    y = torch.cat([rows[e] @ b[e].T * w.global_scale[e] for e in range(len(b))])   # (M, N) fp32
+    return (y * x.global_scale).to(out_dtype)
+
+
+# --- The GEMM kernel -----------------------------------------------------------------------------
+#
+# It serves decoding (a few rows an expert) and prefill (hundreds). A program owns ROWS rows of an
+# expert's W, the left operand (FP4 units want that), and TOKENS rows of X.
+#
+# Native: packed codes and block scales go into tl.dot_scaled as they are; RAC's pass is some more K
+# blocks into the same sums, whose weights are read again by index.
+# Emulated: without FP4 units, codes become fp16 (exact) on their way into an fp16 product. Memory
+# traffic is that of 4-bit weights, which is what decoding waits for; arithmetic is no faster than
+# fp16. W is unpacked in registers. X is small and read often: `fold` or the quantizer unpack it
+# before, and add RAC's residual: one operand for both passes, rounded once, by 2^-11 at most.
+#
+# Two tricks make unpacking cheap. The 16 codes of a block are one 64-bit word, element i at bit 4i,
+# so that words and block scales have the same shape, (N, K/16). And the order of summation is free:
+# K is walked in the order (8 blocks, element i, block), so that neighbours along K are the same
+# element of neighbouring blocks, which two words give up by the same shifts.
+
+def fold(x, residual=None, blocks=None):
+    """The emulated kernel's right operand: (M, K up to a multiple of 256) fp16, K reordered."""
+    a = compensated_values(x, residual, blocks).half()                    # (M, K)
+    a = torch.nn.functional.pad(a, (0, -a.shape[1] % 256))
+    return a.view(len(a), -1, 8, BLOCK).transpose(2, 3).reshape(a.shape)
+
+
+@jit
+def schedule_kernel(counts, tiles, E, slots, TOKENS: tl.constexpr, EXPERTS: tl.constexpr):
+    """counts (E,) -> tiles (slots, 3) int32: expert (-1: none), first row, end of expert's rows."""
+    e = tl.arange(0, EXPERTS)
+    count = tl.load(counts + e, mask=e < E, other=0).to(tl.int32)         # (EXPERTS,)
+    needed = (count + TOKENS - 1) // TOKENS
+    end, slot = tl.cumsum(count, 0), tl.cumsum(needed, 0) - needed
+    for i in range(tl.max(needed, 0)):
+        tile = tiles + 3 * (slot + i)
+        tl.store(tile, e, mask=i < needed)
+        tl.store(tile + 1, end - count + i * TOKENS, mask=i < needed)
+        tl.store(tile + 2, end, mask=i < needed)
+    for first in range(tl.sum(needed, 0), slots, EXPERTS):
+        tl.store(tiles + 3 * (first + e), -1, mask=first + e < slots)
+
+
+def schedule(counts, M, tokens):
+    """Cut M rows into tiles of at most `tokens` rows of one expert, without asking the GPU."""
+    E = len(counts)
+    tiles = torch.empty((min(M, E) + M // tokens, 3), dtype=torch.int32, device=counts.device)
+    schedule_kernel[(1,)](counts, tiles, E, len(tiles), tokens, triton.next_power_of_2(E))
+    return tiles
+
+
+def unpack_ptx():
+    """PTX: two blocks, $16 and $17, times scales, $18 (two fp16); $i gets element i of both.
+    A byte with a code's sign at bit 7 and its other bits at 3 to 1 is the upper byte of the fp16
+    number e2m1 * 2^-14 (subnormals included); four codes are moved there at a time."""
+    ptx = "{ .reg .b32 a<2>, b<2>, p, s, t; mov.b64 {a0, a1}, $16; mov.b64 {b0, b1}, $17;"
+    for i in range(0, 16, 4):              # elements i .. i + 3 of both blocks: p, 2 x 16 bits
+        ptx += f"prmt.b32 p, a{i // 8}, b{i // 8}, {'0x7632' if i % 8 else '0x5410'};"
+        for odd, moves in enumerate(("shl.b32 s, p, 4; shl.b32 t, p, 1;",
+                                     "mov.b32 s, p; shr.b32 t, p, 3;")):
+            ptx += moves + "and.b32 s, s, 0x80808080; and.b32 t, t, 0x0E0E0E0E; or.b32 s, s, t;"
+            for j, spread in ((i, "0x2404"), (i + 2, "0x3414")):          # bytes to upper bytes
+                ptx += f"prmt.b32 t, s, 0, {spread}; mul.rn.f16x2 ${j + odd}, t, $18;"
+    return ptx + "}"
+
+
+@jit
+def unpack(words, scales, PTX: tl.constexpr):
+    """Words (R, C) int64 and scale bytes -> e2m1 * s_block / 128, (R, C, 16) fp16, exact.
+    Without PTX in plain arithmetic, for Triton's interpreter."""
+    # An E4M3 byte moved up by 7 bits is the fp16 number s_block / 256; the scale is s_block * 128.
+    scale = (scales.to(tl.int16) << 7).to(tl.float16, bitcast=True) * 32768.0     # (R, C)
+    if PTX == "":
+        code = words[:, :, None] >> (4 * tl.arange(0, 16))[None, None, :]         # (R, C, 16)
+        e2m1 = ((code & 8) << 12 | (code & 7) << 9).to(tl.int16).to(tl.float16, bitcast=True)
+        return e2m1 * scale[:, :, None]                                           # e2m1 * 2^-14
+    v = tl.inline_asm_elementwise(PTX, "=r,=r,=r,=r,=r,=r,=r,=r,=r,=r,=r,=r,=r,=r,=r,=r,l,l,r",
+                                  [words, scale], (tl.float16,) * 16, is_pure=True, pack=2)
+    even = tl.join(tl.join(tl.join(v[0], v[8]), tl.join(v[4], v[12])),
+                   tl.join(tl.join(v[2], v[10]), tl.join(v[6], v[14])))
+    odd = tl.join(tl.join(tl.join(v[1], v[9]), tl.join(v[5], v[13])),
+                  tl.join(tl.join(v[3], v[11]), tl.join(v[7], v[15])))
+    return tl.reshape(tl.join(even, odd), (words.shape[0], words.shape[1], 16))
+
+
+@jit
+def grouped_matmul_kernel(x, x_scales, r, r_scales, blocks, s_x, w, w_scales, s_w, tiles, y,
+                          N, KB, x_stride, S, ROWS: tl.constexpr, TOKENS: tl.constexpr,
+                          DEPTH: tl.constexpr, TAIL: tl.constexpr, NATIVE: tl.constexpr,
+                          PTX: tl.constexpr):
+    """w (E, N, KB = K/16) int64 words, w_scales, s_w (E,), s_x (M,) fp32, tiles (T, 3), y (M, N).
+    Native: x (M, 8 KB), x_scales (M, KB), r (M, 8 S), r_scales (M, S) uint8, blocks (S,).
+    Emulated: x (M, x_stride) fp16, what `fold` returns, with r in it. All contiguous."""
+    tile = tiles + 3 * tl.program_id(1)
+    expert, m = tl.load(tile), tl.load(tile + 1) + tl.arange(0, TOKENS)           # (TOKENS,)
+    if expert < 0:
+        return
+    n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)                              # (ROWS,)
+    n_ok, m_ok = n < N, m < tl.load(tile + 2)
+    w_row = (expert.to(tl.int64) * N + n) * KB          # E * N * K overflows 32 bits
+    x_row = m.to(tl.int64)
+    acc = tl.zeros((ROWS, TOKENS), tl.float32)
+    if NATIVE:
+        w8 = w.to(tl.pointer_type(tl.uint8)) + 8 * w_row
+        for k in range(0, KB, DEPTH):
+            acc = fp4_step(acc, w8, w_scales + w_row, n_ok, x + 8 * KB * x_row,
+                           x_scales + KB * x_row, m_ok, k, KB, blocks, False, DEPTH)
+        for k in range(0, S, DEPTH):                    # RAC: residual in order, weights by index
+            acc = fp4_step(acc, w8, w_scales + w_row, n_ok, r + 8 * S * x_row,
+                           r_scales + S * x_row, m_ok, k, S, blocks, True, DEPTH)
+    else:
+        for k in range(0, KB, DEPTH):
+            kb, column = k + tl.arange(0, DEPTH), 16 * k + tl.arange(0, 16 * DEPTH)
+            k_ok = kb < KB if TAIL else tl.full((DEPTH,), True, tl.int1)
+            # (Scales are loaded as their transpose, so that Triton lays out these bytes and the
+            # words independently: in a common layout a thread reads half sectors of words.)
+            words = tl.load(w + w_row[:, None] + kb[None, :],
+                            mask=n_ok[:, None] & k_ok[None, :], other=0)          # (ROWS, DEPTH)
+            scales = tl.load(w_scales + w_row[None, :] + kb[:, None],
+                             mask=n_ok[None, :] & k_ok[:, None], other=0).T
+            a = tl.reshape(unpack(words, scales, PTX), (ROWS, DEPTH // 8, 8, 16))
+            a = tl.reshape(tl.permute(a, (0, 1, 3, 2)), (ROWS, 16 * DEPTH))       # fold's order
+            b = tl.load(x + x_stride * x_row[None, :] + column[:, None],
+                        mask=m_ok[None, :], other=0.0)                            # (K, TOKENS)
+            acc = tl.dot(a, b, acc)
+        acc *= 128.0                                                              # see unpack
+    acc *= tl.load(s_w + expert) * tl.load(s_x + m, mask=m_ok, other=0.0)[None, :]
+    tl.store(y + N * x_row[None, :] + n[:, None], acc.to(y.dtype.element_ty),
+             mask=n_ok[:, None] & m_ok[None, :])
+
+
+@jit
+def fp4_step(acc, w, w_scales, n_ok, x, x_scales, m_ok, k, KB, blocks, BY_INDEX: tl.constexpr,
+             DEPTH: tl.constexpr):
+    """acc (ROWS, TOKENS) += DEPTH blocks of W times those of X, from block k on."""
+    kb, byte = k + tl.arange(0, DEPTH), 8 * k + tl.arange(0, 8 * DEPTH)
+    kb_ok, byte_ok, block, column = kb < KB, byte < 8 * KB, kb, byte
+    if BY_INDEX:
+        block = tl.load(blocks + kb, kb_ok, 0)
+        column = 8 * tl.load(blocks + byte // 8, byte_ok, 0) + byte % 8
+        column = tl.max_contiguous(tl.multiple_of(column, 8), 8)
+    a = tl.load(w[:, None] + column[None, :], n_ok[:, None] & byte_ok[None, :], 0)
+    b = tl.load(x[None, :] + byte[:, None], m_ok[None, :] & byte_ok[:, None], 0)
+    s_a = tl.load(w_scales[:, None] + block[None, :], n_ok[:, None] & kb_ok[None, :], 0)
+    s_b = tl.load(x_scales[:, None] + kb[None, :], m_ok[:, None] & kb_ok[None, :], 0)
+    return tl.dot_scaled(a, s_a.to(tl.float8e4nv, bitcast=True), "e2m1",
+                         b, s_b.to(tl.float8e4nv, bitcast=True), "e2m1", acc)
+
+
+def tile_sizes(M, E, N, native, memory):
+    """ROWS, TOKENS, DEPTH (blocks of K at a time), warps, stages, measured on an H200: many small
+    programs for few rows an expert, since only loads in flight matter; large tiles for many, since
+    each tile of tokens unpacks W again. (Native: by analogy, no such GPU was at hand.)"""
+    rows = M / E
+    if native:
+        return 128, 16 if rows <= 16 else 32 if rows <= 32 else 64, 16, 8, 3
+    if rows <= 8:
+        return 64, 16, 16, 4, 3
+    large = (128, 32, 8, 4, 3) if rows <= 32 else (128, 64, 8, 8, 3)
+    if rows > 128 and memory > 170_000:
+        large = (256, 128, 8, 16, 3)
+    if M * N >= 132 * large[0] * large[1]:                  # enough of them for the GPU
+        return large
+    return (64, 32, 16, 4, 3) if rows <= 32 else (64, 64, 16, 4, 2)
+
+
+def grouped_matmul_kernels(x, w, counts, out_dtype, residual, blocks, operand, native, tiles=None):
+    """`grouped_matmul` through the kernels. tiles: what `schedule` returns, if it is there."""
+    M, (E, N, KB), device = len(x.codes), w.scales.shape, x.codes.device
+    y = torch.empty((M, N), dtype=out_dtype, device=device)
+    if y.numel() == 0:
+        return y
+    gpu = torch.cuda.get_device_properties(device) if y.is_cuda else None
+    memory = gpu.shared_memory_per_block_optin if gpu else 0
+    ROWS, TOKENS, DEPTH, warps, stages = tile_sizes(M, E, N, native, memory)
+    tiles = schedule(counts, M, TOKENS) if tiles is None else tiles
+    if native:
+        r = x if residual is None else residual
+        right = [t.contiguous().view(torch.uint8) for t in (x.codes, x.scales, r.codes, r.scales)]
+        right.append(counts if residual is None else blocks)
+    else:
+        right = [fold(x, residual, blocks) if operand is None else operand] * 5
+    grouped_matmul_kernel[(triton.cdiv(N, ROWS), len(tiles))](
+        *right, x.global_scale.contiguous(), w.codes.contiguous().view(torch.int64),
+        w.scales.contiguous().view(torch.uint8), w.global_scale, tiles, y, N, KB,
+        right[0].shape[1], 0 if residual is None else len(blocks), ROWS, TOKENS, DEPTH,
+        KB % DEPTH > 0, native, "" if triton.knobs.runtime.interpret else unpack_ptx(),
+        num_warps=warps, num_stages=stages)
+    return y
+
+
+@functools.cache
+def kernel_path(device):
+    """How products run on "cpu" or "cuda": ("native", "emulated" or "torch", the reason). The
+    environment's NVFP4_PATH forces one of the three; ValueError if it cannot be had."""
+    forced = os.environ.get("NVFP4_PATH", "")
+    path, reason = "emulated", "this GPU has no FP4 units"
+    if triton is None:
+        path, reason = "torch", "Triton is not installed"
+    elif device == "cpu" and not (forced and triton.knobs.runtime.interpret):
+        path, reason = "torch", "there is no GPU"
+    elif device == "cuda" and torch.cuda.get_device_capability()[0] >= 10:
+        # One tile, native against emulated (its own generator: training has its seed).
+        x = torch.randn(128, 512, generator=torch.Generator(device).manual_seed(0), device=device)
+        q, ids = quantize(x[:16], row_scaled=True), torch.arange(0, 32, 2, device=device)
+        r = quantize(x[16:32, :256] / 16, global_scale=q.global_scale)
+        try:
+            y, z = (grouped_matmul_kernels(q, quantize(x[None]), torch.tensor([16], device=device),
+                                           torch.float32, r, ids, None, native)
+                    for native in (True, False))
+            error = ((y - z).norm() / z.norm()).item()
+            path, reason = "native" if error < 1e-4 else path, f"one tile differs by {error:.0e}"
+        except Exception as error:           # Triton's compiler raises what it likes
+            reason = f"native FP4 fails with {type(error).__name__}: {str(error).splitlines()[0]}"
+    if forced == "torch" or forced == "emulated" and path == "native":
+        return forced, "NVFP4_PATH says so"
+    if forced not in ("", path):
+        raise ValueError(f"NVFP4_PATH is {forced!r}: use native, emulated or torch, or unset it; "
+                         f"here it can be {path}, because {reason}.")
+    return path, reason
+
+
+def grouped_matmul(x, w, counts, out_dtype=torch.float32, residual=None, blocks=None, operand=None):
     """The W4A4 product of a Mixture-of-Experts layer: each row meets its own expert's matrix.
 
     x: NVFP4 (M, K), row-scaled, rows sorted by expert; w: NVFP4 (E, N, K); counts: (E,) integers,
-    rows of each expert (zeros allowed). residual: NVFP4 (M, 16 * len(blocks)) of rac.py, in x's
-    global scale, which is added to x on the 16-blocks `blocks` (distinct ids). Returns (M, N).
-    Raises ValueError if the shapes or the counts do not fit.
-    """
-    M, K = x.codes.shape[0], 2 * x.codes.shape[1]
-    E, N, K_w = w.codes.shape[0], w.codes.shape[1], 2 * w.codes.shape[2]
-    counts = counts.tolist()
-    if K != K_w or len(counts) != E or sum(counts) != M or min(counts, default=0) < 0:
-        raise ValueError(f"grouped_matmul: x is ({M}, {K}) and w is ({E}, {N}, {K_w}), so K must "
-                         f"be equal and counts must be {E} numbers >= 0 that add up to {M}; got "
-                         f"{len(counts)} that add up to {sum(counts)}.")
-    if w.global_scale.shape != (E, 1, 1):
-        raise ValueError(f"grouped_matmul: w needs one global scale an expert, ({E}, 1, 1); got "
-                         f"{tuple(w.global_scale.shape)}: quantize it without row_scaled.")
-    a = block_values(x).unflatten(-1, (-1, BLOCK))                        # (M, K/16, 16) fp32
-    if residual is not None:
-        a = a.index_add(1, blocks, block_values(residual).unflatten(-1, (-1, BLOCK)))
-    rows = a.flatten(-2).split(counts)                                    # E x (counts[e], K)
-    b = block_values(w)                                                   # (E, N, K) fp32
-    y = torch.cat([rows[e] @ b[e].T * w.global_scale[e] for e in range(E)])   # (M, N) fp32
-    return (y * x.global_scale).to(out_dtype)
+    rows of each expert. residual: NVFP4 (M, 16 * len(blocks)) of rac.py, in x's global scale, which
+    is added to x on the 16-blocks `blocks` (distinct ids). operand: what `fold` makes of both, if
+    it is there. Returns (M, N). Raises ValueError if shapes or counts do not fit (counts that are
+    on a GPU are not looked at: it would have to be waited for)."""
+    M, K, (E, N, K_w) = len(x.codes), 2 * x.codes.shape[1], w.codes.shape
+    rows = [M] if counts.is_cuda else counts.tolist()
+    if (K != 2 * K_w or len(counts) != E or sum(rows) != M or min(rows, default=0) < 0
+            or w.global_scale.shape != (E, 1, 1)):
+        raise ValueError(f"grouped_matmul: x is ({M}, {K}) and w is ({E}, {N}, {2 * K_w}), so K "
+                         f"must be equal, w needs one global scale an expert (quantize it without "
+                         f"row_scaled), and counts must be {E} numbers >= 0 that add up to {M}; "
+                         f"got {len(counts)} that add up to {sum(rows)}.")
+    path = kernel_path(x.codes.device.type)[0]
+    if path == "torch":
+        return grouped_matmul_ref(x, w, counts, out_dtype, residual, blocks)
+    return grouped_matmul_kernels(x, w, counts, out_dtype, residual, blocks, operand,
+                                  path == "native")
 
 
 def matmul(x, w, out_dtype=torch.float32, residual=None, blocks=None):
     """The W4A4 product (M, K) x (N, K) -> (M, N): `grouped_matmul` with a single expert."""
     one = NVFP4(w.codes[None], w.scales[None], w.global_scale.reshape(1, 1, 1))
-    counts = torch.tensor([x.codes.shape[0]])
+    counts = torch.tensor([x.codes.shape[0]], device=x.codes.device)
     return grouped_matmul(x, one, counts, out_dtype, residual, blocks)
 
 
-# --- Self-check and a table ----------------------------------------------------------------------
-
 if __name__ == "__main__":
-    torch.manual_seed(0)
-
-    # Every code and every rounding tie, at scale 1 (a block with a 6 and s_global 1/448 has it).
-    ties = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0, 0, 0.5, 1, 1.5, 2, 3, 4, 6])
-    expected = torch.tensor([0.0, 1.0, 1.0, 2.0, 2.0, 4.0, 4.0, 6.0, 0, 0.5, 1, 1.5, 2, 3, 4, 6])
-    for sign in (1, -1):
-        q = quantize(sign * ties, global_scale=torch.tensor(1.0))
-        assert torch.equal(dequantize(q), sign * expected), "a tie was rounded the wrong way"
-    zero = quantize(torch.zeros(2, 32))
-    assert zero.global_scale == 1 and torch.equal(dequantize(zero), torch.zeros(2, 32))
-    x, w = torch.randn(33, 144), torch.randn(4, 24, 144)
-    xq, wq, counts = quantize(x, row_scaled=True), quantize(w), torch.tensor([5, 0, 20, 8])
-    exact = torch.cat([rows.double() @ dequantize(wq)[e].double().T
-                       for e, rows in enumerate(dequantize(xq).split(counts.tolist()))])
-    error = (grouped_matmul(xq, wq, counts) - exact).norm() / exact.norm()
-    assert error < 1e-6, f"the product is off by {error:.1e}"
-    print(f"self-check passed: ties, zeros, grouped product to {error:.0e} of float64\n")
-
-    print("Relative error of Q(X), norm(Q(X) - X) / norm(X), for X of shape (256, 1024):\n")
-    print("| values                        | bf16   | fp8 e4m3, row scale | nvfp4, one scale | "
-          "nvfp4, row scale |\n|---|---|---|---|---|")
-    gaussian = torch.randn(256, 1024)
-    outliers = gaussian * torch.where(torch.arange(1024) % 256 == 7, 30.0, 1.0)
-    ranges = gaussian * torch.logspace(-4, 4, 256)[:, None]
-    for name, x in (("gaussian", gaussian), ("4 of 1024 channels 30 times", outliers),
-                    ("rows from 1e-4 to 1e4", ranges)):
-        row = x.abs().amax(-1, keepdim=True) / E4M3_MAX
-        versions = (x.bfloat16().float(), (x / row).to(torch.float8_e4m3fn).float() * row,
-                    dequantize(quantize(x)), dequantize(quantize(x, row_scaled=True)))
-        # Row by row, so that the largest rows do not hide what happened to the small ones.
-        errors = [((v - x).norm(dim=1) / x.norm(dim=1)).mean().item() for v in versions]
-        print(f"| {name:29} | {errors[0]:.4f} | {errors[1]:.4f}              | {errors[2]:.4f}"
-              f"           | {errors[3]:.4f}           |")
+    x = torch.randn(256, 1024)
+    lost = (dequantize(quantize(x, row_scaled=True)) - x).norm() / x.norm()
+    print(f"NVFP4 loses {lost:.2%} of normal numbers; path: {kernel_path('cpu')[0]} on a CPU")

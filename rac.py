@@ -5,24 +5,21 @@ quantizes R too, on the blocks S of the reduction axis where it is largest, and 
 
     Y  =  Q(X) Wq^T  +  Q(R)[:, S] Wq[:, S]^T                 (QUADS, arXiv 2607.15810)
 
-Both terms are W4A4 products, so the FP4 units still do all the work. At a ratio of 50% the
-second pass reads half of the weight columns again (from cache, in a fused kernel), costs half of
-the FLOPs again, and half of 4.5 bits more for each activation value. At ratio 0 nothing is left but
-plain NVFP4; at ratio 1 the activations have about 8 bits and their error falls below 1%.
+Both terms are W4A4 products, so the FP4 units do all the work. At a ratio of 50% the second pass
+reads half of the weight columns again (from cache), costs half of the FLOPs again, and half of 4.5
+bits more for each activation value. At ratio 0 it is plain NVFP4; at ratio 1 activations have about
+8 bits and their error falls below 1%. Two choices make it cheap and stable: S is made of whole
+16-blocks, so the weights' codes and scales are used as they are; and S is fixed between two weight
+syncs, so that a token's activations never depend on the other tokens of its batch.
 
-Two choices make it cheap and stable:
-- S is made of whole 16-blocks, so the weights' codes and scales are used as they are.
-- S is fixed between two weight syncs and belongs to a matrix, not to a token: what a token's
-  activations become never depends on the other tokens of its batch.
-
-RAC repairs the error of the *activations*. The weights' error remains, and qat.py aligns that one.
-
-Run `python rac.py` for the error with and without, on random and on outlier-heavy activations.
+RAC repairs the error of the *activations* (`python rac.py` prints it); qat.py aligns the weights'.
 """
+from __future__ import annotations
+
 import torch
 
-from nvfp4 import BLOCK, NVFP4, dequantize, grouped_matmul, matmul, quantize
-
+from nvfp4 import (BLOCK, NVFP4, dequantize, grouped_matmul, jit, kernel_path, matmul, quantize,
+                   tl, triton)
 
 # --- 1. Measure the residual ---------------------------------------------------------------------
 
@@ -37,11 +34,8 @@ def block_energy(residual):
 
 
 def residual_energy(x):
-    """Squared quantization residual of each 16-block of x: (..., K) -> (K/16,) fp32.
-
-    x is quantized with one global scale a row, as the rollout does it. Energies of two batches add
-    up. Raises ValueError if K is not a multiple of 16 or x is not finite.
-    """
+    """Squared residual of each 16-block of x (row-scaled): (..., K) -> (K/16,) fp32. Energies of
+    batches add up. Raises ValueError if K is not a multiple of 16 or x is not finite."""
     return block_energy(residual_of(x, quantize(x, row_scaled=True)))
 
 
@@ -50,9 +44,7 @@ def residual_energy(x):
 def select_blocks(energy, ratio):
     """The blocks with the largest residual: (K/16,) -> LongTensor of round(ratio * K/16) ids.
 
-    Ascending, so that the second pass walks through the weights in order; among equals the lower
-    id wins, so that the choice is the same on every device. Raises ValueError outside 0..1.
-    """
+    Ascending; among equals the lower id wins, on every device. ValueError outside 0..1."""
     if not 0 <= ratio <= 1:
         raise ValueError(f"the RAC ratio is a share of the blocks, 0 to 1; got {ratio}.")
     if not torch.isfinite(energy).all():
@@ -64,48 +56,137 @@ def select_blocks(energy, ratio):
 
 # --- 3. Apply the second pass --------------------------------------------------------------------
 
-def take_blocks(x, blocks):
-    """The columns of the chosen 16-blocks, in order: (M, K), (S,) -> (M, 16 S)."""
-    return x.unflatten(-1, (-1, BLOCK))[..., blocks, :].flatten(-2)
+def take(x, blocks, width):
+    """The chosen blocks, in order: (M, K/16 * width) -> (M, S * width). A block is 16 values wide,
+    8 bytes of codes, or 1 byte of scales."""
+    return x.unflatten(-1, (-1, width))[:, blocks].flatten(-2)
 
 
-def take_bytes(stored, blocks, width):
-    """The bytes of the chosen blocks: 8 of codes or 1 of scales each. (N, *) -> (N, S * width)."""
-    return stored.unflatten(-1, (-1, width))[:, blocks].flatten(-2)
-
-
-def compensate(x, blocks):
-    """Quantize x, and quantize its residual on the chosen blocks.
-
-    x: (M, K); blocks: (S,) ids. Returns (q, r, energy): q NVFP4 (M, K), row-scaled; r NVFP4
-    (M, 16 S); energy (K/16,) fp32 of the whole residual, for the next choice of blocks.
-    The residual reuses the row's s_global: one of its own gains nothing (measured: .0089 against
-    .0090 at 50%), and with a shared one a kernel needs one accumulator and one final scale.
-    """
+def compensate_ref(x, blocks):
+    """`compensate`, which explains it, in plain PyTorch."""
     q = quantize(x, row_scaled=True)
     residual = residual_of(x, q)                                          # (M, K) fp32
     if len(blocks) == 0:                                                  # ratio 0: plain NVFP4
         r = NVFP4(q.codes[:, :0], q.scales[:, :0], q.global_scale)
     else:
-        r = quantize(take_blocks(residual, blocks), global_scale=q.global_scale)
+        r = quantize(take(residual, blocks, BLOCK), global_scale=q.global_scale)
     return q, r, block_energy(residual)
 
 
-def reconstruct(x, blocks):
-    """The activations that the compensated product really uses: (M, K) fp32.
+# The same in one kernel that reads x once: a program keeps a row, blocks (C, 16) with C the power
+# of two from K/16 on, in registers. Bit for bit the reference: so true divisions (div_rn), no fused
+# multiply-adds, and rounding by arithmetic (Triton's interpreter casts to E4M3 wrongly).
 
-    dequantize(Q(x)) plus, on the chosen blocks, dequantize(Q(residual)).
-    """
-    q, r, _ = compensate(x, blocks)
-    full = dequantize(q).unflatten(-1, (-1, BLOCK))                       # (M, K/16, 16)
-    second = dequantize(r).unflatten(-1, (-1, BLOCK))                     # (M, S, 16)
-    return full.index_add(1, blocks, second).flatten(-2)
+@jit
+def round_to_grid(v, NORMAL: tl.constexpr, MANTISSA: tl.constexpr):
+    """fp32 v to the nearest number, ties to even, of a format with so many mantissa bits and NORMAL
+    its smallest normal number. The large number's last bit is worth one step at v."""
+    bits = tl.maximum(tl.abs(v), NORMAL).to(tl.int32, bitcast=True)
+    large = (bits & 0x7F800000).to(tl.float32, bitcast=True) * (1.5 * 2**(23 - MANTISSA))
+    return v + large - large
+
+
+@jit
+def encode(v, NORMAL: tl.constexpr, MANTISSA: tl.constexpr):
+    """The format's bits of a number on its grid: NORMAL moves to fp32's own smallest normal."""
+    return (v * (2.0**-126 / NORMAL)).to(tl.int32, bitcast=True) >> (23 - MANTISSA)
+
+
+@jit
+def quantize_blocks(v, s_global):
+    """Blocks v (C, 16) fp32 -> scale bytes (C,), scales, steps (C, 1), words (C, 2) int32 of eight
+    codes each, and values e2m1 (C, 16)."""
+    amax = tl.max(v.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1).to(tl.float32, bitcast=True)
+    scale = tl.minimum(tl.div_rn(tl.div_rn(amax, 6.0), s_global), 448.0)
+    scale = round_to_grid(scale, 2.0**-6, 3)                              # (C,), E4M3
+    step = (scale * s_global)[:, None]
+    q = tl.div_rn(v, tl.where(step > 0, step, float("inf")))              # 0 where the step is 0
+    value = round_to_grid(tl.clamp(q, -6.0, 6.0), 1.0, 1)                 # (C, 16), E2M1
+    code = encode(value, 1.0, 1)                                          # its sign is bit 9
+    words = tl.reshape(code & 7 | code >> 6 & 8, (v.shape[0], 2, 8)) << 4 * tl.arange(0, 8)
+    return encode(scale, 2.0**-6, 3).to(tl.uint8), scale[:, None], step, tl.sum(words, 2), value
+
+
+@jit
+def compensate_kernel(x, x_stride, codes, scales, s_x, r_codes, r_scales, blocks, energy, operand,
+                      KB, S, operand_stride, C: tl.constexpr, C_S: tl.constexpr,
+                      MEASURE: tl.constexpr, FOLD: tl.constexpr):
+    """x (M, 16 KB) -> codes (M, 2 KB) int32, scales (M, KB) uint8, s_x (M,) fp32; of the S blocks,
+    ascending, r_codes (M, 2 S) and r_scales (M, S); MEASURE: energy (M, KB) fp32; FOLD: operand
+    (M, operand_stride) fp16 as nvfp4.fold makes it. NaN is the largest integer: its row gets it."""
+    row = tl.program_id(0).to(tl.int64)
+    kb, i, half = tl.arange(0, C), tl.arange(0, 16)[None, :], tl.arange(0, 2)[None, :]
+    ok = kb < KB
+    v = tl.load(x + row * x_stride + 16 * kb[:, None] + i, ok[:, None], 0.0).to(tl.float32)
+    bits = tl.max(tl.max(v.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1), 0)
+    s_global = tl.div_rn(bits.to(tl.float32, bitcast=True), 2688.0)
+    s_global = tl.where(bits == 0, 1.0, tl.where(s_global < 2.0**-126, 2.0**-126, s_global))
+    tl.store(s_x + row, s_global)
+    byte, scale, step, words, value = quantize_blocks(v, s_global)
+    tl.store(scales + row * KB + kb, byte, ok)
+    tl.store(codes + row * 2 * KB + 2 * kb[:, None] + half, words, ok[:, None])
+    folded = value * scale                                                # (C, 16), exact
+    residual = v - value * step                                           # (C, 16)
+    if MEASURE:
+        tl.store(energy + row * KB + kb, tl.sum(residual * residual, 1), ok)
+    if C_S > 0:
+        s = tl.arange(0, C_S)
+        ids = tl.load(blocks + s, s < S, 0).to(tl.int32)
+        chosen = tl.histogram(ids, C, s < S) > 0                          # (C,) is the block in S?
+        place = tl.cumsum(chosen.to(tl.int32), 0) - 1                     # and where in S
+        byte, scale, step, words, value = quantize_blocks(residual, s_global)
+        tl.store(r_scales + row * S + place, byte, chosen)
+        tl.store(r_codes + row * 2 * S + 2 * place[:, None] + half, words, chosen[:, None])
+        folded += tl.where(chosen[:, None], value * scale, 0.0)
+    if FOLD:
+        column = 128 * (kb // 8)[:, None] + 8 * i + (kb % 8)[:, None]
+        tl.store(operand + row * operand_stride + column, folded.to(tl.float16),
+                 column < operand_stride)
+
+
+def compensate_kernels(x, blocks, measure, fold):
+    """`compensate` through the kernel, and with fold the operand of the emulated GEMM. x is not
+    checked for NaN and infinity (the GPU would have to be waited for): such a row gets NaN."""
+    (M, K), S, (e4m3, byte) = x.shape, len(blocks), (torch.float8_e4m3fn, torch.uint8)
+    if K == 0 or K % BLOCK:
+        quantize(x)                                                       # raises
+    x, KB = x if x.stride(1) == 1 else x.contiguous(), K // BLOCK
+    codes, scales, s_x, r_codes, r_scales, energy, operand = (
+        torch.empty((M, width), dtype=dtype, device=x.device) for width, dtype in (
+            (2 * KB, torch.int32), (KB, byte), (1, torch.float32), (2 * S, torch.int32), (S, byte),
+            (KB * measure, torch.float32), ((K + -K % 256) * fold, torch.float16)))
+    C, C_S = max(16, triton.next_power_of_2(KB)), triton.next_power_of_2(S) if S else 0
+    if M:
+        compensate_kernel[(M,)](x, x.stride(0), codes, scales, s_x, r_codes, r_scales, blocks,
+                                energy, operand, KB, S, operand.shape[1], C, C_S, measure, fold,
+                                num_warps=4 if C <= 256 else 8, enable_fp_fusion=False)
+    return (NVFP4(codes.view(byte), scales.view(e4m3), s_x),
+            NVFP4(r_codes.view(byte), r_scales.view(e4m3), s_x),
+            energy.sum(0) if measure else None, operand if fold else None)
+
+
+def compensate(x, blocks, measure=True):
+    """Quantize x, and quantize its residual on the chosen blocks.
+
+    x: (M, K); blocks: (S,) ids, ascending. Returns (q, r, energy): q NVFP4 (M, K), row-scaled; r
+    NVFP4 (M, 16 S); energy (K/16,) fp32 of the whole residual, for the next choice of blocks.
+    The residual reuses the row's s_global, so that one accumulator and one final scale do: its own
+    would gain nothing (measured: .0089 against .0090 at 50%)."""
+    if kernel_path(x.device.type)[0] == "torch":
+        return compensate_ref(x, blocks)
+    return compensate_kernels(x, blocks, measure, False)[:3]
+
+
+def reconstruct(x, blocks):
+    """The activations that the compensated product uses, Q(x) + Q(residual): (M, K) fp32."""
+    full, second = (dequantize(q).unflatten(-1, (-1, BLOCK)) for q in compensate(x, blocks)[:2])
+    return full.index_add(1, blocks, second).flatten(-2)        # (M, K/16, 16) and (M, S, 16)
 
 
 def compensated_matmul_ref(x, w, blocks):
     """The equation at the top, term by term: (M, K), NVFP4 (N, K), (S,) -> (M, N) fp32."""
-    q, r, _ = compensate(x, blocks)
-    w_S = NVFP4(take_bytes(w.codes, blocks, 8), take_bytes(w.scales, blocks, 1), w.global_scale)
+    q, r, _ = compensate_ref(x, blocks)
+    w_S = NVFP4(take(w.codes, blocks, 8), take(w.scales, blocks, 1), w.global_scale)
     return matmul(q, w) + matmul(r, w_S)
 
 
@@ -115,47 +196,24 @@ def compensated_matmul(x, w, blocks, out_dtype=torch.float32):
     return matmul(q, w, out_dtype, r, blocks)
 
 
-def compensated_grouped_matmul(x, w, counts, blocks, out_dtype=torch.float32):
-    """For a Mixture of Experts: x (M, K) sorted by expert, w NVFP4 (E, N, K), counts (E,).
+def compensated_grouped_matmul(x, w, counts, blocks, out_dtype=torch.float32, measure=True):
+    """For a Mixture of Experts: x (M, K) sorted by expert, w NVFP4 (E, N, K), counts (E,), and one
+    selection for all experts. Returns (Y, energy): (M, N), (K/16,) if measured."""
+    path, operand = kernel_path(x.device.type)[0], None
+    if path == "emulated":
+        q, r, energy, operand = compensate_kernels(x, blocks, measure, True)
+    else:
+        q, r, energy = compensate(x, blocks, measure)
+    return grouped_matmul(q, w, counts, out_dtype, r, blocks, operand), energy
 
-    One selection serves all experts of a layer. Returns (Y, energy): (M, N) and (K/16,).
-    """
-    q, r, energy = compensate(x, blocks)
-    return grouped_matmul(q, w, counts, out_dtype, r, blocks), energy
-
-
-# --- The file proves its point -------------------------------------------------------------------
 
 if __name__ == "__main__":
     torch.manual_seed(0)
-    M, K, N = 256, 1024, 512
-    gaussian = torch.randn(M, K)
-    # A few channels much larger than the rest, as large language models have them.
-    outlier = gaussian * torch.where(torch.arange(K) % 128 == 5, 64.0, 1.0)
-    w = torch.randn(N, K)                                                 # (N, K)
-    wq = quantize(w)
-
-    def error(x_used, w_used, x):
-        y, exact = x_used.double() @ w_used.double().T, x.double() @ w.double().T   # (M, N)
-        return ((y - exact).norm() / exact.norm()).item()
-
-    def fp8(x):
-        scale = x.abs().amax(-1, keepdim=True) / 448
-        return (x / scale).to(torch.float8_e4m3fn).float() * scale
-
-    print(f"Relative error of Y = X W^T, X ({M}, {K}), W ({N}, {K}):\n")
-    print("| X as                    | outlier channels, W exact | outlier channels, W NVFP4 | "
-          "gaussian, W exact |\n|---|---|---|---|")
-    columns = ((outlier, w), (outlier, dequantize(wq)), (gaussian, w))
+    gaussian, w = torch.randn(256, 1024), torch.randn(512, 1024)          # (M, K), (N, K)
+    outliers = gaussian * torch.where(torch.arange(1024) % 128 == 5, 64.0, 1.0)
+    print("Relative error of Y = X W^T, X (256, 1024) through NVFP4, W (512, 1024) exact:\n\n"
+          "| RAC    | 8 outlier channels | gaussian |\n|---|---|---|")
     for ratio in (0, 0.125, 0.25, 0.5, 0.75, 1):
-        name = f"RAC {100 * ratio:g}% of the blocks" if ratio else "NVFP4, row-scaled"
-        row = [error(reconstruct(x, select_blocks(residual_energy(x), ratio)), w_used, x)
-               for x, w_used in columns]
-        print(f"| {name:23} | {row[0]:.4f}                    | {row[1]:.4f}                    | "
-              f"{row[2]:.4f}            |")
-    chosen = torch.randperm(K // BLOCK)[:K // BLOCK // 8].sort().values
-    for name, used in (("random 12.5%", lambda x: reconstruct(x, chosen)),
-                       ("FP8, one scale a row", fp8)):
-        row = [error(used(x), w_used, x) for x, w_used in columns]
-        print(f"| {name:23} | {row[0]:.4f}                    | {row[1]:.4f}                    | "
-              f"{row[2]:.4f}            |")
+        lost = [((reconstruct(x, select_blocks(residual_energy(x), ratio)) - x) @ w.T).norm()
+                / (x @ w.T).norm() for x in (outliers, gaussian)]
+        print(f"| {ratio:6.1%} | {lost[0]:.4f}             | {lost[1]:.4f}   |")

@@ -17,7 +17,7 @@ ids that were sampled. Training uses these ids as they are: decoding them to tex
 again would give other ids.
 
 No top-k and no top-p: cutting the sampler's distribution and not the trainer's would be one more
-mismatch. FP8 and NVFP4 are emulated: right numbers, no speed (see nvfp4.py).
+mismatch. FP8 is emulated in fp32: right numbers, no speed.
 """
 import copy
 from functools import partial
@@ -222,11 +222,10 @@ class Rollout:
             return qat.grouped_linear(x, w[0], counts)
         if self.precision == "fp8":
             return fp8_grouped_matmul(x, *w, counts)
-        if self.precision == "nvfp4":
-            return nvfp4.grouped_matmul(nvfp4.quantize(x, row_scaled=True), w, counts, x.dtype)
-        # Before the first selection (calibration) there are no blocks: plain NVFP4.
+        # Without RAC, and before its first selection (calibration), no block has a second pass.
         blocks = self.blocks.get((layer, name), counts[:0])
-        y, energy = rac.compensated_grouped_matmul(x, w, counts, blocks, x.dtype)
+        y, energy = rac.compensated_grouped_matmul(x, w, counts, blocks, x.dtype,
+                                                   self.measuring is not None)
         if self.measuring is not None:
             self.measuring[layer, name] = self.measuring.get((layer, name), 0) + energy
         return y

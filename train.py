@@ -1,5 +1,4 @@
-"""The main job: a small Mixture-of-Experts model learns arithmetic word problems by GRPO, with
-NVFP4 in the sampler.
+"""The main job: a small Mixture-of-Experts model learns word problems by GRPO, sampled in NVFP4.
 
     python train.py                                # CPU, offline, 3.5 minutes on two cores
     python train.py --recipe nvfp4                 # an ablation is one word (see qat.RECIPES)
@@ -29,6 +28,7 @@ import gsm8k
 import grpo
 import qat
 from moe import PRESETS, Config, MoETransformer, load_checkpoint, pick_threads, save_file
+from nvfp4 import kernel_path
 from rollout import Rollout, micro_batches, sequence_logp
 
 # --- Settings, a flag each: defaults with the presets cpu and gpu, choices or lowest value --------
@@ -331,7 +331,7 @@ def main(argv=None):
             ("preset", f"{s.preset}: {sum(p.numel() for p in run.model.parameters()) / 1e6:.2f}M "
              f"parameters, {run.tokenizer.n_vocab} tokens, computing in {run.model.dtype}"),
             ("recipe", "{}: rollout {}, trainer's QAT {}".format(s.recipe, *qat.RECIPES[s.recipe])),
-            ("path", "NVFP4 and FP8 are emulated in plain PyTorch: right numbers, no speed"),
+            ("path", "NVFP4 {}, because {}; FP8 emulated".format(*kernel_path(s.device))),
             ("run", f"{out}, after warm-up step {run.sft_step} and GRPO step {run.step}")):
         print(f"{name:8} {text}")
 

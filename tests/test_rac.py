@@ -209,4 +209,4 @@ def test_the_error_falls_with_the_ratio(data, ceilings):
 def test_the_file_runs():
     run = subprocess.run([sys.executable, "rac.py"], cwd=ROOT, capture_output=True, text=True,
                          env={**os.environ, "OMP_NUM_THREADS": "1"})
-    assert "| RAC 50% of the blocks " in run.stdout, run.stderr
+    assert "|  50.0% | 0.01" in run.stdout, run.stderr
