@@ -12,9 +12,9 @@ range: s_global = amax / (6 * 448) gives the largest block the scale 448 and the
 code 6. Rounding is to nearest, ties to even, everywhere.
 
 Two such operands make a W4A4 product (4-bit weights and activations). Blackwell GPUs compute it in
-their FP4 units; elsewhere it is emulated: decoded operands are exact in fp32, fp16 and bf16, and
-only the order of sums differs. First comes the definition, in plain PyTorch, then the product's
-Triton kernel (the quantizer's is in rac.py).
+their FP4 units; elsewhere it is emulated: decoded operands are exact in fp32, fp16 and bf16. Then
+only the order of sums differs (and with RAC one fp16 rounding). First comes the definition, in
+plain PyTorch, then the product's Triton kernel (the quantizer's is in rac.py).
 """
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def dequantize(q, dtype=torch.float32):
 #
 # Sums are fp32, global scales come last. rac.py adds a second pass over some blocks of K, with the
 # same weights and the row's s_x, so the two passes share one sum: (x + r) * w. In fp32 x + r is
-# exact: both are multiples of 2^-10 below 2^13. (True fp32 is meant: no autocast, no TF32.)
+# exact: both are multiples of 2^-10 below 2^13. (Call it without autocast and TF32.)
 
 def compensated_values(x, residual=None, blocks=None):
     """What multiplies the weights: e2m1 * s_block of x, plus that of the residual. (M, K) fp32."""
@@ -148,7 +148,7 @@ def grouped_matmul_ref(x, w, counts, out_dtype, residual=None, blocks=None):
 # --- The GEMM kernel -----------------------------------------------------------------------------
 #
 # It serves decoding (a few rows an expert) and prefill (hundreds). A program owns ROWS rows of an
-# expert's W, the left operand (FP4 units want that), and TOKENS rows of X.
+# expert's W, the left operand (FP4 units take 128 of them), and TOKENS rows of X.
 #
 # Native: packed codes and block scales go into tl.dot_scaled as they are; RAC's pass is some more K
 # blocks into the same sums, whose weights are read again by index.
@@ -159,11 +159,11 @@ def grouped_matmul_ref(x, w, counts, out_dtype, residual=None, blocks=None):
 #
 # Two tricks make unpacking cheap. The 16 codes of a block are one 64-bit word, element i at bit 4i,
 # so that words and block scales have the same shape, (N, K/16). And the order of summation is free:
-# K is walked in the order (8 blocks, element i, block), so that neighbours along K are the same
-# element of neighbouring blocks, which two words give up by the same shifts.
+# K is walked 8 blocks at a time, in them by element i, in it by block, so that neighbours along K
+# are the same element of neighbouring blocks, which two words give up by the same shifts.
 
 def fold(x, residual=None, blocks=None):
-    """The emulated kernel's right operand: (M, K up to a multiple of 256) fp16, K reordered."""
+    """The emulated kernel's right operand: (M, K padded to 256 = 16 largest DEPTHs) fp16."""
     a = compensated_values(x, residual, blocks).half()                    # (M, K)
     a = torch.nn.functional.pad(a, (0, -a.shape[1] % 256))
     return a.view(len(a), -1, 8, BLOCK).transpose(2, 3).reshape(a.shape)
@@ -177,41 +177,42 @@ def schedule_kernel(counts, tiles, E, slots, TOKENS: tl.constexpr, EXPERTS: tl.c
     needed = (count + TOKENS - 1) // TOKENS
     end, slot = tl.cumsum(count, 0), tl.cumsum(needed, 0) - needed
     for i in range(tl.max(needed, 0)):
-        tile = tiles + 3 * (slot + i)
-        tl.store(tile, e, mask=i < needed)
-        tl.store(tile + 1, end - count + i * TOKENS, mask=i < needed)
-        tl.store(tile + 2, end, mask=i < needed)
+        tile, ok = tiles + 3 * (slot + i), (i < needed) & (slot + i < slots)
+        tl.store(tile, e, mask=ok)
+        tl.store(tile + 1, end - count + i * TOKENS, mask=ok)
+        tl.store(tile + 2, end, mask=ok)
     for first in range(tl.sum(needed, 0), slots, EXPERTS):
         tl.store(tiles + 3 * (first + e), -1, mask=first + e < slots)
 
 
 def schedule(counts, M, tokens):
     """Cut M rows into tiles of at most `tokens` rows of one expert, without asking the GPU."""
-    E = len(counts)
-    tiles = torch.empty((min(M, E) + M // tokens, 3), dtype=torch.int32, device=counts.device)
-    schedule_kernel[(1,)](counts, tiles, E, len(tiles), tokens, triton.next_power_of_2(E))
+    E, slots = len(counts), min(M, len(counts)) + M // tokens
+    tiles = torch.empty((slots, 3), dtype=torch.int32, device=counts.device)
+    schedule_kernel[(1,)](counts, tiles, E, slots, tokens, triton.next_power_of_2(E))
     return tiles
 
 
+@functools.cache
 def unpack_ptx():
     """PTX: two blocks, $16 and $17, times scales, $18 (two fp16); $i gets element i of both.
     A byte with a code's sign at bit 7 and its other bits at 3 to 1 is the upper byte of the fp16
     number e2m1 * 2^-14 (subnormals included); four codes are moved there at a time."""
-    ptx = "{ .reg .b32 a<2>, b<2>, p, s, t; mov.b64 {a0, a1}, $16; mov.b64 {b0, b1}, $17;"
+    ptx = "{.reg .b32 a<2>,b<2>,c,p,s,t; mov.b64 {a0,a1},$16; mov.b64 {b0,b1},$17; mov.b32 c,$18;"
     for i in range(0, 16, 4):              # elements i .. i + 3 of both blocks: p, 2 x 16 bits
         ptx += f"prmt.b32 p, a{i // 8}, b{i // 8}, {'0x7632' if i % 8 else '0x5410'};"
         for odd, moves in enumerate(("shl.b32 s, p, 4; shl.b32 t, p, 1;",
                                      "mov.b32 s, p; shr.b32 t, p, 3;")):
             ptx += moves + "and.b32 s, s, 0x80808080; and.b32 t, t, 0x0E0E0E0E; or.b32 s, s, t;"
             for j, spread in ((i, "0x2404"), (i + 2, "0x3414")):          # bytes to upper bytes
-                ptx += f"prmt.b32 t, s, 0, {spread}; mul.rn.f16x2 ${j + odd}, t, $18;"
+                ptx += f"prmt.b32 t, s, 0, {spread}; mul.rn.f16x2 ${j + odd}, t, c;"
     return ptx + "}"
 
 
 @jit
 def unpack(words, scales, PTX: tl.constexpr):
-    """Words (R, C) int64 and scale bytes -> e2m1 * s_block / 128, (R, C, 16) fp16, exact.
-    Without PTX in plain arithmetic, for Triton's interpreter."""
+    """Words (R, C) int64 and scale bytes 0..0x7E -> e2m1 * s_block / 128, (R, C, 16) fp16, exact.
+    Without PTX in plain arithmetic, for Triton's interpreter; with it, two neighbours at a time."""
     # An E4M3 byte moved up by 7 bits is the fp16 number s_block / 256; the scale is s_block * 128.
     scale = (scales.to(tl.int16) << 7).to(tl.float16, bitcast=True) * 32768.0     # (R, C)
     if PTX == "":
@@ -232,7 +233,7 @@ def grouped_matmul_kernel(x, x_scales, r, r_scales, blocks, s_x, w, w_scales, s_
                           N, KB, x_stride, S, ROWS: tl.constexpr, TOKENS: tl.constexpr,
                           DEPTH: tl.constexpr, TAIL: tl.constexpr, NATIVE: tl.constexpr,
                           PTX: tl.constexpr):
-    """w (E, N, KB = K/16) int64 words, w_scales, s_w (E,), s_x (M,) fp32, tiles (T, 3), y (M, N).
+    """w (E, N, KB = K/16) int64, w_scales uint8 likewise, s_w (E,), s_x (M,) fp32, tiles, y (M, N).
     Native: x (M, 8 KB), x_scales (M, KB), r (M, 8 S), r_scales (M, S) uint8, blocks (S,).
     Emulated: x (M, x_stride) fp16, what `fold` returns, with r in it. All contiguous."""
     tile = tiles + 3 * tl.program_id(1)
@@ -257,7 +258,7 @@ def grouped_matmul_kernel(x, x_scales, r, r_scales, blocks, s_x, w, w_scales, s_
             kb, column = k + tl.arange(0, DEPTH), 16 * k + tl.arange(0, 16 * DEPTH)
             k_ok = kb < KB if TAIL else tl.full((DEPTH,), True, tl.int1)
             # (Scales are loaded as their transpose, so that Triton lays out these bytes and the
-            # words independently: in a common layout a thread reads half sectors of words.)
+            # words independently: in a common layout threads read words by half sectors, 16 bytes.)
             words = tl.load(w + w_row[:, None] + kb[None, :],
                             mask=n_ok[:, None] & k_ok[None, :], other=0)          # (ROWS, DEPTH)
             scales = tl.load(w_scales + w_row[None, :] + kb[:, None],
@@ -265,7 +266,7 @@ def grouped_matmul_kernel(x, x_scales, r, r_scales, blocks, s_x, w, w_scales, s_
             a = tl.reshape(unpack(words, scales, PTX), (ROWS, DEPTH // 8, 8, 16))
             a = tl.reshape(tl.permute(a, (0, 1, 3, 2)), (ROWS, 16 * DEPTH))       # fold's order
             b = tl.load(x + x_stride * x_row[None, :] + column[:, None],
-                        mask=m_ok[None, :], other=0.0)                            # (K, TOKENS)
+                        mask=m_ok[None, :], other=0.0)                    # (16 DEPTH, TOKENS)
             acc = tl.dot(a, b, acc)
         acc *= 128.0                                                              # see unpack
     acc *= tl.load(s_w + expert) * tl.load(s_x + m, mask=m_ok, other=0.0)[None, :]
@@ -274,15 +275,15 @@ def grouped_matmul_kernel(x, x_scales, r, r_scales, blocks, s_x, w, w_scales, s_
 
 
 @jit
-def fp4_step(acc, w, w_scales, n_ok, x, x_scales, m_ok, k, KB, blocks, BY_INDEX: tl.constexpr,
+def fp4_step(acc, w, w_scales, n_ok, x, x_scales, m_ok, k, count, blocks, BY_INDEX: tl.constexpr,
              DEPTH: tl.constexpr):
-    """acc (ROWS, TOKENS) += DEPTH blocks of W times those of X, from block k on."""
+    """acc (ROWS, TOKENS) += DEPTH blocks of W times those of X, from block k of `count` on."""
     kb, byte = k + tl.arange(0, DEPTH), 8 * k + tl.arange(0, 8 * DEPTH)
-    kb_ok, byte_ok, block, column = kb < KB, byte < 8 * KB, kb, byte
+    kb_ok, byte_ok, block, column = kb < count, byte < 8 * count, kb, byte
     if BY_INDEX:
         block = tl.load(blocks + kb, kb_ok, 0)
         column = 8 * tl.load(blocks + byte // 8, byte_ok, 0) + byte % 8
-        column = tl.max_contiguous(tl.multiple_of(column, 8), 8)
+        column = tl.max_contiguous(tl.multiple_of(column, 8), 8)      # runs of 8 bytes
     a = tl.load(w[:, None] + column[None, :], n_ok[:, None] & byte_ok[None, :], 0)
     b = tl.load(x[None, :] + byte[:, None], m_ok[None, :] & byte_ok[:, None], 0)
     s_a = tl.load(w_scales[:, None] + block[None, :], n_ok[:, None] & kb_ok[None, :], 0)
@@ -295,17 +296,16 @@ def tile_sizes(M, E, N, native, memory):
     """ROWS, TOKENS, DEPTH (blocks of K at a time), warps, stages, measured on an H200: many small
     programs for few rows an expert, since only loads in flight matter; large tiles for many, since
     each tile of tokens unpacks W again. (Native: by analogy, no such GPU was at hand.)"""
-    rows = M / E
+    load = M / max(E, 1)                                    # rows of X an expert
     if native:
-        return 128, 16 if rows <= 16 else 32 if rows <= 32 else 64, 16, 8, 3
-    if rows <= 8:
+        return 128, (16 if load <= 16 else 32 if load <= 32 else 64), 16, 8, 3
+    if load <= 8:
         return 64, 16, 16, 4, 3
-    large = (128, 32, 8, 4, 3) if rows <= 32 else (128, 64, 8, 8, 3)
-    if rows > 128 and memory > 170_000:
-        large = (256, 128, 8, 16, 3)
-    if M * N >= 132 * large[0] * large[1]:                  # enough of them for the GPU
+    large = (256, 128, 8, 16, 3) if load > 128 and memory > 170_000 else (128, 64, 8, 8, 3)
+    large = (128, 32, 8, 4, 3) if load <= 32 else large
+    if M * N >= 132 * large[0] * large[1]:                  # one for each of an H200's 132 SMs
         return large
-    return (64, 32, 16, 4, 3) if rows <= 32 else (64, 64, 16, 4, 2)
+    return (64, 32, 16, 4, 3) if load <= 32 else (64, 64, 16, 4, 2)
 
 
 def grouped_matmul_kernels(x, w, counts, out_dtype, residual, blocks, operand, native, tiles=None):
@@ -317,16 +317,16 @@ def grouped_matmul_kernels(x, w, counts, out_dtype, residual, blocks, operand, n
     gpu = torch.cuda.get_device_properties(device) if y.is_cuda else None
     memory = gpu.shared_memory_per_block_optin if gpu else 0
     ROWS, TOKENS, DEPTH, warps, stages = tile_sizes(M, E, N, native, memory)
-    tiles = schedule(counts, M, TOKENS) if tiles is None else tiles
+    tiles = schedule(counts.to(device), M, TOKENS) if tiles is None else tiles
     if native:
         r = x if residual is None else residual
         right = [t.contiguous().view(torch.uint8) for t in (x.codes, x.scales, r.codes, r.scales)]
-        right.append(counts if residual is None else blocks)
+        right.append(tiles if residual is None else blocks.contiguous())
     else:
         right = [fold(x, residual, blocks) if operand is None else operand] * 5
     grouped_matmul_kernel[(triton.cdiv(N, ROWS), len(tiles))](
-        *right, x.global_scale.contiguous(), w.codes.contiguous().view(torch.int64),
-        w.scales.contiguous().view(torch.uint8), w.global_scale, tiles, y, N, KB,
+        *right, x.global_scale.expand(M, 1).contiguous(), w.codes.contiguous().view(torch.int64),
+        w.scales.contiguous().view(torch.uint8), w.global_scale.contiguous(), tiles, y, N, KB,
         right[0].shape[1], 0 if residual is None else len(blocks), ROWS, TOKENS, DEPTH,
         KB % DEPTH > 0, native, "" if triton.knobs.runtime.interpret else unpack_ptx(),
         num_warps=warps, num_stages=stages)
@@ -336,7 +336,7 @@ def grouped_matmul_kernels(x, w, counts, out_dtype, residual, blocks, operand, n
 @functools.cache
 def kernel_path(device):
     """How products run on "cpu" or "cuda": ("native", "emulated" or "torch", the reason). The
-    environment's NVFP4_PATH forces one of the three; ValueError if it cannot be had."""
+    environment's NVFP4_PATH, read once, forces one; ValueError if it cannot be had."""
     forced = os.environ.get("NVFP4_PATH", "")
     path, reason = "emulated", "this GPU has no FP4 units"
     if triton is None:
@@ -344,7 +344,7 @@ def kernel_path(device):
     elif device == "cpu" and not (forced and triton.knobs.runtime.interpret):
         path, reason = "torch", "there is no GPU"
     elif device == "cuda" and torch.cuda.get_device_capability()[0] >= 10:
-        # One tile, native against emulated (its own generator: training has its seed).
+        # One tile, native against emulated (its own generator: the global one stays).
         x = torch.randn(128, 512, generator=torch.Generator(device).manual_seed(0), device=device)
         q, ids = quantize(x[:16], row_scaled=True), torch.arange(0, 32, 2, device=device)
         r = quantize(x[16:32, :256] / 16, global_scale=q.global_scale)
@@ -370,13 +370,13 @@ def grouped_matmul(x, w, counts, out_dtype=torch.float32, residual=None, blocks=
     x: NVFP4 (M, K), row-scaled, rows sorted by expert; w: NVFP4 (E, N, K); counts: (E,) integers,
     rows of each expert. residual: NVFP4 (M, 16 * len(blocks)) of rac.py, in x's global scale, which
     is added to x on the 16-blocks `blocks` (distinct ids). operand: what `fold` makes of both, if
-    it is there. Returns (M, N). Raises ValueError if shapes or counts do not fit (counts that are
-    on a GPU are not looked at: it would have to be waited for)."""
-    M, K, (E, N, K_w) = len(x.codes), 2 * x.codes.shape[1], w.codes.shape
+    it is there. Returns (M, N). Raises ValueError if x, w or counts do not fit (counts on a GPU
+    are not looked at, it would have to be waited for: with wrong ones the result is garbage)."""
+    M, K, (E, N, half) = len(x.codes), 2 * x.codes.shape[1], w.codes.shape
     rows = [M] if counts.is_cuda else counts.tolist()
-    if (K != 2 * K_w or len(counts) != E or sum(rows) != M or min(rows, default=0) < 0
+    if (K != 2 * half or len(counts) != E or sum(rows) != M or min(rows, default=0) < 0
             or w.global_scale.shape != (E, 1, 1)):
-        raise ValueError(f"grouped_matmul: x is ({M}, {K}) and w is ({E}, {N}, {2 * K_w}), so K "
+        raise ValueError(f"grouped_matmul: x is ({M}, {K}) and w is ({E}, {N}, {2 * half}), so K "
                          f"must be equal, w needs one global scale an expert (quantize it without "
                          f"row_scaled), and counts must be {E} numbers >= 0 that add up to {M}; "
                          f"got {len(counts)} that add up to {sum(rows)}.")

@@ -5,9 +5,9 @@ quantizes R too, on the blocks S of the reduction axis where it is largest, and 
 
     Y  =  Q(X) Wq^T  +  Q(R)[:, S] Wq[:, S]^T                 (QUADS, arXiv 2607.15810)
 
-Both terms are W4A4 products, so the FP4 units do all the work. At a ratio of 50% the second pass
-reads half of the weight columns again (from cache), costs half of the FLOPs again, and half of 4.5
-bits more for each activation value. At ratio 0 it is plain NVFP4; at ratio 1 activations have about
+Both terms are W4A4 products, so FP4 units can do all the work. At a ratio of 50% the second pass
+reads half of the weight columns again, costs half of the FLOPs again, and half of 4.5 bits more for
+each activation value. At ratio 0 it is plain NVFP4; at ratio 1 activations have about
 8 bits and their error falls below 1%. Two choices make it cheap and stable: S is made of whole
 16-blocks, so the weights' codes and scales are used as they are; and S is fixed between two weight
 syncs, so that a token's activations never depend on the other tokens of its batch.
@@ -113,7 +113,7 @@ def compensate_kernel(x, x_stride, codes, scales, s_x, r_codes, r_scales, blocks
                       MEASURE: tl.constexpr, FOLD: tl.constexpr):
     """x (M, 16 KB) -> codes (M, 2 KB) int32, scales (M, KB) uint8, s_x (M,) fp32; of the S blocks,
     ascending, r_codes (M, 2 S) and r_scales (M, S); MEASURE: energy (M, KB) fp32; FOLD: operand
-    (M, operand_stride) fp16 as nvfp4.fold makes it. NaN is the largest integer: its row gets it."""
+    (M, operand_stride) fp16 as nvfp4.fold makes it. NaN's bits exceed all others, so s_x is NaN."""
     row = tl.program_id(0).to(tl.int64)
     kb, i, half = tl.arange(0, C), tl.arange(0, 16)[None, :], tl.arange(0, 2)[None, :]
     ok = kb < KB
@@ -146,11 +146,11 @@ def compensate_kernel(x, x_stride, codes, scales, s_x, r_codes, r_scales, blocks
 
 def compensate_kernels(x, blocks, measure, fold):
     """`compensate` through the kernel, and with fold the operand of the emulated GEMM. x is not
-    checked for NaN and infinity (the GPU would have to be waited for): such a row gets NaN."""
+    checked for NaN and infinity (the GPU would have to be waited for): such a row is not finite."""
     (M, K), S, (e4m3, byte) = x.shape, len(blocks), (torch.float8_e4m3fn, torch.uint8)
     if K == 0 or K % BLOCK:
         quantize(x)                                                       # raises
-    x, KB = x if x.stride(1) == 1 else x.contiguous(), K // BLOCK
+    x, KB, blocks = x if x.stride(1) == 1 else x.contiguous(), K // BLOCK, blocks.contiguous()
     codes, scales, s_x, r_codes, r_scales, energy, operand = (
         torch.empty((M, width), dtype=dtype, device=x.device) for width, dtype in (
             (2 * KB, torch.int32), (KB, byte), (1, torch.float32), (2 * S, torch.int32), (S, byte),
@@ -168,8 +168,8 @@ def compensate_kernels(x, blocks, measure, fold):
 def compensate(x, blocks, measure=True):
     """Quantize x, and quantize its residual on the chosen blocks.
 
-    x: (M, K); blocks: (S,) ids, ascending. Returns (q, r, energy): q NVFP4 (M, K), row-scaled; r
-    NVFP4 (M, 16 S); energy (K/16,) fp32 of the whole residual, for the next choice of blocks.
+    x: (M, K); blocks: (S,) ids, ascending (not checked). Returns (q, r, energy): q NVFP4 (M, K),
+    row-scaled; r NVFP4 (M, 16 S); energy (K/16,) fp32 of the whole residual, for the next choice.
     The residual reuses the row's s_global, so that one accumulator and one final scale do: its own
     would gain nothing (measured: .0089 against .0090 at 50%)."""
     if kernel_path(x.device.type)[0] == "torch":
@@ -192,7 +192,7 @@ def compensated_matmul_ref(x, w, blocks):
 
 def compensated_matmul(x, w, blocks, out_dtype=torch.float32):
     """The same as one product, because both terms multiply the same weights: (M, N)."""
-    q, r, _ = compensate(x, blocks)
+    q, r, _ = compensate(x, blocks, measure=False)
     return matmul(q, w, out_dtype, r, blocks)
 
 

@@ -344,6 +344,28 @@ def test_ptx_and_plain_unpacking_agree(kernels, monkeypatch, tiles):
     assert torch.equal(y, plain)
 
 
+@on_each_path
+def test_operands_may_be_strided_or_share_a_scale(kernels):
+    """Pointers walk: every operand is taken as a view, and x once with one scale for all rows."""
+    def spaced(t):
+        return t.repeat_interleave(2, 0)[::2]
+
+    x, w, blocks = randn(8, 144).to(DEVICE), experts(4, 80, 144), ids(1, 2, 4, 8).to(DEVICE)
+    w, counts = NVFP4(*(t.to(DEVICE) for t in w)), torch.tensor([5, 0, 0, 3], device=DEVICE)
+    q, r, _ = rac.compensate_ref(x, blocks)
+    for q in (q, quantize(x)):
+        ref = nvfp4.grouped_matmul_ref(q, w, counts, torch.float32, r, blocks)
+        views = [NVFP4(*(spaced(t) if t.ndim else t for t in p)) for p in (q, w, r)]
+        y = nvfp4.grouped_matmul(*views[:2], spaced(counts), residual=views[2],
+                                 blocks=spaced(blocks))
+        assert worst_row(y, ref.cpu().double()) <= 2e-4
+        on_cpu = nvfp4.grouped_matmul(*views[:2], counts.cpu())
+        ref = nvfp4.grouped_matmul_ref(q, w, counts, torch.float32)
+        assert worst_row(on_cpu, ref.cpu().double()) <= 2e-4
+    q, r, _ = rac.compensate(x, spaced(blocks))
+    assert_same((*q, *r), [t for p in rac.compensate_ref(x, blocks)[:2] for t in p])
+
+
 # --- The public functions ------------------------------------------------------------------------
 
 @on_each_path
