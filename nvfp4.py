@@ -189,7 +189,7 @@ def schedule(counts, M, tokens):
     """Cut M rows into tiles of at most `tokens` rows of one expert, without asking the GPU."""
     E, slots = len(counts), min(M, len(counts)) + M // tokens
     tiles = torch.empty((slots, 3), dtype=torch.int32, device=counts.device)
-    schedule_kernel[(1,)](counts, tiles, E, slots, tokens, triton.next_power_of_2(E))
+    schedule_kernel[(1,)](counts.contiguous(), tiles, E, slots, tokens, 1 << (E - 1).bit_length())
     return tiles
 
 
@@ -371,7 +371,7 @@ def grouped_matmul(x, w, counts, out_dtype=torch.float32, residual=None, blocks=
     rows of each expert. residual: NVFP4 (M, 16 * len(blocks)) of rac.py, in x's global scale, which
     is added to x on the 16-blocks `blocks` (distinct ids). operand: what `fold` makes of both, if
     it is there. Returns (M, N). Raises ValueError if x, w or counts do not fit (counts on a GPU
-    are not looked at, it would have to be waited for: with wrong ones the result is garbage)."""
+    are not looked at, it would have to be waited for: wrong ones give garbage)."""
     M, K, (E, N, half) = len(x.codes), 2 * x.codes.shape[1], w.codes.shape
     rows = [M] if counts.is_cuda else counts.tolist()
     if (K != 2 * half or len(counts) != E or sum(rows) != M or min(rows, default=0) < 0
