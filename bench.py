@@ -218,13 +218,12 @@ def microseconds(run):
 
 def fastest(name, candidates, expected, tolerance):
     """candidates: {label: function of no argument -> (M, N)}. Check each, time each: (us, label).
-
     One that does not run here (too little shared memory, another PyTorch) is left out; one that
-    gives a wrong result stops everything.
-    """
+    gives a wrong result stops everything."""
     times = []
     for label, run in candidates.items():
         try:
+            run().fill_(float("nan"))       # the next run writes into the same memory
             y = run().double()
         except Exception as error:
             times.append((float("inf"), f"{label}: {type(error).__name__}"))
@@ -282,7 +281,7 @@ def print_products(name, E, A, N, K, limits):
 
         def rivals(a, b):
             """Plain loops over a (M, K) and b (E, N, K), with the tiles that may suit."""
-            y = torch.full((M, N), float("nan"), dtype=torch.bfloat16, device="cuda")
+            y = torch.empty((M, N), dtype=torch.bfloat16, device="cuda")
             for tile in DENSE_TILES:
                 if K % tile[2] == 0 and M / E / 8 < tile[1] < max(33, 8 * M / E):
                     tiles = nvfp4.schedule(counts, M, tile[1])
@@ -324,7 +323,8 @@ def print_quantizer(copy):
             run = partial(rac.compensate_kernels, x, ids, False, fold)
             q, r, _, operand = run()
             for got, want in zip((q, r), rac.compensate_ref(x, ids)):
-                assert torch.equal(got.codes, want.codes), "the quantizer's codes are wrong"
+                assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+                           for a, b in zip(got, want)), "the quantizer differs from its reference"
             size = sum(t.nbytes for t in (x, *q, *r[:2], *([operand] if fold else [])))
             us = microseconds(run)
             print(f"| {M} x {K} | {ratio:.0%} | {'yes' if fold else 'no'} | {us:.1f} "

@@ -249,8 +249,8 @@ def shards(model, peaks):
         for stack in PARTS if peaks and i >= 0 else ():
             q, peak = quantize(getattr(model.blocks[i].moe, stack)), peaks[i, stack]
             # The layout holds 1 / s_global, (E, 2 or 1). A reader's s_block / that may differ from
-            # s_block * s_global in the last bit of fp32: of 10,000 experts decoded to bf16, one has
-            # values that round to a neighbour. (No other float mends all such experts.)
+            # s_block * s_global in the last bit of fp32: in rare experts, decoded to bf16, values
+            # round to a neighbour. (No other float mends all such experts.)
             g = (1 / q.global_scale.flatten())[:, None].repeat(1, len(PARTS[stack]))
             # For twice the peak: E4M3 has range to spare, and what exceeds it is clipped.
             scale = torch.full_like(g, E2M1_MAX * E4M3_MAX / (2 * peak) if peak else 1)
