@@ -105,7 +105,9 @@ def main(jobs):
             running[pid] = job
             continue
         try:
-            print(json.dumps(compile_job(job.split())), flush=True)
+            # One write a line. (print makes two of it under PYTHONUNBUFFERED, and the children
+            # share a pipe: the second half of a line may come after another child's first.)
+            os.write(1, f"{json.dumps(compile_job(job.split()))}\n".encode())
             os._exit(0)
         except BaseException:
             traceback.print_exc()

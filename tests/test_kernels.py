@@ -460,6 +460,7 @@ def test_kernels_compile_for_every_gpu():
             for tile in tiles_in_use(path == "native", memory):
                 jobs[f"{cc} {' '.join(map(str, tile))} {path}"] = tile
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    env["PYTHONUNBUFFERED"] = "1"        # as in CI: two children's lines were mixed there, once
     run = subprocess.run([sys.executable, "tests/compile_kernels.py", *jobs], cwd=ROOT, env=env,
                          capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
