@@ -202,3 +202,70 @@ def test_recipes():
     assert list(qat.RECIPES) == ["bf16", "fp8", "nvfp4", "qat", "qat-symmetric", "rac", "quads"]
     assert qat.RECIPES["quads"] == ("nvfp4+rac", "w4a16")
     assert {trainer for _, trainer in qat.RECIPES.values()} == set(MODES)
+
+
+# --- The optimizer's memory ----------------------------------------------------------------------
+
+def optimize(optimizer, parameters, steps, seed=0):
+    """Steps with gradients of very unlike size; step 1 has none, as when no answer teaches."""
+    for t in range(steps):
+        for i, p in enumerate(parameters):
+            p.grad = randn(*p.shape, seed=seed + 10 * t + i) * 10.0**(i - 3) if t != 1 else None
+        optimizer.step()
+    return [p.detach().clone() for p in parameters]
+
+
+def pair(seed=0):
+    return [torch.nn.Parameter(randn(40, 30, seed=seed)), torch.nn.Parameter(randn(7, seed=seed))]
+
+
+def test_with_exact_moments_it_is_adamw(monkeypatch):
+    settings = dict(lr=0.01, betas=(0.9, 0.99), weight_decay=0.1)
+    want = optimize(torch.optim.AdamW(a := pair(), **settings), a, 6)
+    ours = qat.BF16AdamW(b := pair(), **settings)
+    assert all(m.dtype == torch.bfloat16 for m in ours.moments)
+    rounded = optimize(ours, b, 6)
+    monkeypatch.setattr(qat, "stochastic_bf16", lambda x, generator: x)
+    ours = qat.BF16AdamW(b := pair(), **settings)
+    ours.moments = [m.double() for m in ours.moments]
+    for w, exact, near, old in zip(want, optimize(ours, b, 6), rounded, pair()):
+        torch.testing.assert_close(exact, w, atol=1e-6, rtol=1e-6)
+        # 6 steps of at most 0.01, each off by a bf16 step of its moments
+        assert 1e-6 < (near - w).abs().max() < 0.02 * (w - old).abs().max()
+
+
+def test_stochastic_rounding_is_unbiased_and_of_two_neighbours():
+    generator = torch.Generator().manual_seed(0)
+    for value in (0.3, -0.3, 1e-30, -7e8, 1.0, 0.0):
+        x = torch.full((100_000,), value)
+        y = qat.stochastic_bf16(x, generator)                             # (100000,) bf16
+        ulp = abs(value) * 2**-7
+        assert y.dtype == torch.bfloat16 and (y.double() - x).abs().max() <= ulp
+        # The mean of n draws between two neighbours: within 5 of its standard errors.
+        assert abs(y.double().mean() - x[0].double()) <= 5 * 0.5 * ulp / 100_000**0.5
+        assert len(y.unique()) == 1 + (value not in (1.0, 0.0))
+
+
+def test_moments_rounded_to_nearest_would_stall():
+    """beta2 = .99: from 1 towards .9 a step is .001, and bf16 below 1 has steps of .0039."""
+    gradient, nearest = 0.9**0.5, torch.ones(1000).bfloat16()
+    optimizer = qat.BF16AdamW([p := torch.nn.Parameter(torch.zeros(1000))], 0.0, (0.9, 0.99), 0.0)
+    optimizer.moments[0][1] = 1.0
+    for _ in range(500):
+        p.grad = torch.full((1000,), gradient)
+        optimizer.step()
+        nearest = nearest.float().lerp(p.grad.square(), 0.01).bfloat16()
+    assert (nearest == 1).all() and abs(optimizer.moments[0][1].float().mean() - 0.9) < 0.003
+
+
+def test_a_resumed_optimizer_goes_on_bit_for_bit():
+    whole = qat.BF16AdamW(a := pair(), 0.01, (0.9, 0.99), 0.0)
+    optimize(whole, a, 3)
+    first = qat.BF16AdamW(b := pair(), 0.01, (0.9, 0.99), 0.0)
+    optimize(first, b, 3)
+    second = qat.BF16AdamW(b, 0.01, (0.9, 0.99), 0.0)
+    second.load_state_dict(first.state_dict())
+    for x, y in zip(optimize(whole, a, 3, 5), optimize(second, b, 3, 5)):
+        assert torch.equal(x, y)
+    assert whole.steps == second.steps == 4          # the step without any gradient is none
+    assert all(torch.equal(x, y) for x, y in zip(whole.moments, second.moments))
