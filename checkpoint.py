@@ -1,7 +1,7 @@
 """Real checkpoints in, servable checkpoints out: Hugging Face folders of the Qwen3-MoE family.
 
-    model = MoETransformer(read_config(folder)); load_weights(folder, model)
-    export(model, folder, "out", "nvfp4")                     # or "bf16"; folder: for its tokenizer
+    python train.py --init FOLDER                 # read_config, load_weights, tokenizer_from_hf
+    python train.py --resume RUN --export FOLDER  # export_run: FOLDER/bf16 and FOLDER/nvfp4
 
 There each expert has three matrices, here those of all experts are stacked:
 
@@ -10,10 +10,10 @@ There each expert has three matrices, here those of all experts are stacked:
                                  down_proj.weight (D, F)  =                 down[5]
 
 NVFP4 goes out in the layout of compressed-tensors, which vLLM and SGLang read, with the codes and
-scales that a rollout computes. Left out: OLMoE, and quantized checkpoints in.
+scales that a rollout computes. Left out: quantized checkpoints in; and OLMoE, whose QK-norm spans
+all heads and whose router weights are not renormalised, so that moe.py would need a second kind.
 """
 import json
-import random
 import shutil
 import unicodedata
 from pathlib import Path
@@ -24,7 +24,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 import gsm8k
-from moe import Config
+from moe import Config, MoETransformer
 from nvfp4 import BLOCK, E2M1_MAX, E4M3_MAX, quantize
 
 # --- Names and layout ----------------------------------------------------------------------------
@@ -124,18 +124,14 @@ def load_weights(folder, model):
     table = dict(item for part in places(model) for item in part.items())
     for names, what in ((table.keys() - where, "lacks"), (where.keys() - table, "has, unused,")):
         need(not names, folder, f"{what} {len(names)} tensors: " + ", ".join(sorted(names)[:3]))
-    # Pages of a mapped file count as memory until it is closed: hence 64 tensors at a time.
-    for path in {*where.values()}:
-        names = [name for name in where if where[name] == path]
-        for i in range(0, len(names), 64):
-            with safe_open(path, "pt") as file:
-                for name in names[i:i + 64]:
-                    part, shape = file.get_slice(name), list(table[name].shape)
-                    need(part.get_dtype() in ("F32", "BF16", "F16"), path, f"has {name} as "
-                         f"{part.get_dtype()}, and only F32, BF16 and F16 can be read")
-                    need(part.get_shape() == shape, path,
-                         f"has {name} as {part.get_shape()}, not {shape}")
-                    table[name].copy_(file.get_tensor(name))
+    for n, (name, path) in enumerate(where.items()):       # file by file
+        if n % 64 == 0 or path != opened:                  # Anew now and then: what was read of a
+            file, opened = safe_open(path, "pt"), path     # mapped file counts as memory till then.
+        part, shape = file.get_slice(name), list(table[name].shape)
+        need(part.get_dtype() in ("F32", "BF16", "F16"), path, f"has {name} as "
+             f"{part.get_dtype()}, and only F32, BF16 and F16 can be read")
+        need(part.get_shape() == shape, path, f"has {name} as {part.get_shape()}, not {shape}")
+        table[name].copy_(file.get_tensor(name))
 
 
 # --- Tokenizer: tokenizer.json <-> tiktoken ------------------------------------------------------
@@ -223,21 +219,18 @@ QUANTIZATION = {
 def activation_peaks(model, encoding):
     """{(layer, "gate_up" or "down"): the largest input of that matrix} on home-made problems.
     (A rollout scales each row of activations, a server all of them by one number.)"""
-    peaks, rng = {}, random.Random(0)
+    peaks, rows = {}, gsm8k.load("train", "builtin")[:16]
     for i, block in enumerate(model.blocks):
         def spy(x, name, counts, layer=i, product=block.moe.product):
             peaks[layer, name] = x.abs().max().item()
             return product(x, name, counts)
         block.moe.product = spy
-    problems = [gsm8k.fresh("train", rng) for _ in range(16)]
-    text = "".join(gsm8k.prompt(p["question"]) + p["answer"] + "\n\n" for p in problems)
+    text = "".join(gsm8k.prompt(row["question"]) + row["answer"] + "\n\n" for row in rows)
     ids = encoding.encode_ordinary(text)[:model.config.max_seq_len]
-    try:
-        with torch.no_grad():
-            model(torch.tensor([ids], device=model.embedding.device))
-    finally:
-        for block in model.blocks:
-            del block.moe.product
+    with torch.no_grad():
+        model(torch.tensor([ids], device=model.embedding.device))
+    for block in model.blocks:
+        del block.moe.product
     return peaks
 
 
@@ -249,8 +242,7 @@ def shards(model, peaks):
         for stack in PARTS if peaks and i >= 0 else ():
             q, peak = quantize(getattr(model.blocks[i].moe, stack)), peaks[i, stack]
             # The layout holds 1 / s_global, (E, 2 or 1). A reader's s_block / that may differ from
-            # s_block * s_global in the last bit of fp32: in rare experts, decoded to bf16, values
-            # round to a neighbour. (No other float mends all such experts.)
+            # s_block * s_global in fp32's last bit: rarely, a value decodes to a bf16 neighbour.
             g = (1 / q.global_scale.flatten())[:, None].repeat(1, len(PARTS[stack]))
             # For twice the peak: E4M3 has range to spare, and what exceeds it is clipped.
             scale = torch.full_like(g, E2M1_MAX * E4M3_MAX / (2 * peak) if peak else 1)
@@ -296,3 +288,13 @@ def export(model, tokenizer, folder, precision):
     for name, value in files.items():
         (temporary / name).write_text(json.dumps(value, indent=1), encoding="utf-8")
     temporary.rename(folder)
+
+
+def export_run(saved, folder):
+    """Writes folder/bf16 and folder/nvfp4. saved: a run's checkpoint.pt. ValueError as `export`."""
+    model = MoETransformer(Config(**saved["config"]))
+    model.load_state_dict(saved["model"])
+    source = saved["settings"].get("init") or gsm8k.tokenizer_from_json(saved["tokenizer"])
+    for precision in ("bf16", "nvfp4"):
+        export(model, source, folder / precision, precision)
+        print(f"{folder / precision}: the model after GRPO step {saved['step']}")

@@ -1,6 +1,7 @@
 """Tests of checkpoint.py: python -m pytest tests/test_checkpoint.py (seconds, no download). Those
 against transformers, compressed-tensors and tokenizers are skipped where these are missing."""
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,10 +13,11 @@ pytest.importorskip("safetensors", reason="checkpoint.py needs safetensors")
 from safetensors.torch import load as load_bytes, load_file, save, save_file  # noqa: E402
 
 import gsm8k  # noqa: E402
-from checkpoint import (export, load_weights, places, read_config,  # noqa: E402
+from checkpoint import (PARTS, export, load_weights, places, read_config,  # noqa: E402
                         tokenizer_from_hf, tokenizer_to_hf)
 from moe import Config, MoETransformer  # noqa: E402
 from nvfp4 import dequantize, quantize  # noqa: E402
+from rollout import Rollout  # noqa: E402
 
 HERE = Path(__file__).parent
 ROWS = [json.loads(line) for line in open(HERE / "gsm8k_sample.jsonl", encoding="utf-8")]
@@ -164,6 +166,23 @@ def test_nvfp4_export_is_what_compressed_tensors_decodes(tmp_path):
     assert all(v.dtype == torch.bfloat16 for v in rest.values())
 
 
+@pytest.mark.parametrize("recipe", ["nvfp4", "quads"])
+def test_nvfp4_export_is_what_a_rollout_multiplies(tmp_path, recipe):
+    rollout = Rollout(model := tiny(), recipe)
+    rollout.sync(IDS.tolist())
+    export(model, ENCODING, tmp_path / "a", "nvfp4")
+    files = stored(tmp_path / "a")
+    for (layer, stack), q in rollout.weights.items():
+        for e, part in [(e, part) for e in range(4) for part in PARTS[stack]]:
+            name = f"model.layers.{layer}.mlp.experts.{e}.{part}_proj.weight_"
+            rows = slice(32, 64) if part == "up" else slice(32 if part == "gate" else None)
+            assert torch.equal(files[name + "packed"], q.codes[e, rows])
+            assert torch.equal(files[name + "scale"].view(torch.uint8),
+                               q.scales[e, rows].view(torch.uint8))
+            assert files[name + "global_scale"] == 1 / q.global_scale[e]
+    assert len(rollout.weights) == 4
+
+
 # --- Tokenizer ------------------------------------------------------------------------------------
 
 def trained(folder, nfc):
@@ -201,10 +220,22 @@ def test_ids_are_those_of_the_library(folder, source):
     assert t.token_to_id("<|end|>") not in encoding.encode_ordinary("<|end|>")
 
 
+@pytest.mark.skipif("GSM8K" not in os.environ, reason="GSM8K names no folder with test.jsonl")
+def test_ids_of_all_questions_of_gsm8k(tmp_path):
+    trained(tmp_path, nfc=True)
+    encoding = tokenizer_from_hf(tmp_path)
+    t = oracle("tokenizers").Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    questions = [row["question"] for row in gsm8k.load("test", os.environ["GSM8K"])]
+    assert len(questions) == 1319
+    for question in questions:
+        assert encoding.encode(question, allowed_special="all") == t.encode(question).ids, question
+
+
 # --- Bad input: one sentence, which names the file ------------------------------------------------
 
 C, T, S = "config.json", "tokenizer.json", "model-00002-of-00003.safetensors"
-INDEX, Q = "model.safetensors.index.json", "model.layers.0.self_attn.q_proj.weight"
+HEAD, INDEX, Q = "model-00001-of-00003.safetensors", "model.safetensors.index.json", \
+    "model.layers.0.self_attn.q_proj.weight"
 
 
 def put(keys, value):                              # a change of a JSON file's text
@@ -236,6 +267,7 @@ BAD = {f"has {key} = ": (C, put(key, value)) for key, value in {
     "does not fit": (C, put("vocab_size", 200)), "lacks 1 tens.*q_proj": (S, tensor(Q, None)),
     "unused, 1 tensors: lm_head.weight": (C, put("tie_word_embeddings", True)),
     "unused, 1 tensors: extra": (S, tensor("extra", torch.ones(2))),
+    "lacks 1 tensors: lm_head.weight": (HEAD, tensor("lm_head.weight", None)),
     f"has {Q} as F8_E4M3": (S, tensor(Q, torch.ones(64, 64).to(torch.float8_e4m3fn))),
     f"has {Q} as .32, 64., not .64, 64.": (S, tensor(Q, torch.ones(32, 64))),
     "is no byte-level BPE": (T, put("model/type", "Unigram")),
