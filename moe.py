@@ -21,13 +21,15 @@ they are used. The same code serves trainer and sampler: the sampler replaces `M
 function through which all expert products go, and passes a key-value cache.
 """
 import os
-import time
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import qat
 
@@ -204,13 +206,25 @@ class Block(nn.Module):
         return x + y
 
 
-class MoETransformer(nn.Module):
-    """config: sizes. dtype: of the computation; parameters stay fp32 masters."""
+@contextmanager
+def unchanged(moe):
+    """chosen and balance belong to the forward pass: what a recomputation sets is taken back. (The
+    recomputed balance would also keep alive all that it was recomputed from.)"""
+    kept = moe.chosen, moe.balance
+    try:
+        yield
+    finally:
+        moe.chosen, moe.balance = kept
 
-    def __init__(self, config, dtype=torch.float32):
+
+class MoETransformer(nn.Module):
+    """config: sizes. dtype: of the computation; parameters stay fp32 masters. recompute: a block
+    keeps only its input for the backward pass, and runs again there (activation checkpointing)."""
+
+    def __init__(self, config, dtype=torch.float32, recompute=False):
         super().__init__()
         c = self.config = config
-        self.dtype = dtype
+        self.dtype, self.recompute = dtype, recompute
         self.embedding = nn.Parameter(torch.empty(c.vocab_size, c.d_model))       # (V, D)
         self.blocks = nn.ModuleList(Block(c) for _ in range(c.layers))
         self.norm = nn.Parameter(torch.ones(c.d_model))
@@ -246,8 +260,11 @@ class MoETransformer(nn.Module):
         cos, sin = self.cos[positions][:, :, None], self.sin[positions][:, :, None]
         # (Not embedding[ids], whose gradient CPU threads add up in any order.)
         x = F.embedding(ids, self.embedding).to(self.dtype)                       # (B, T, D)
-        for i, block in enumerate(self.blocks):
-            x = block(x, cos, sin, positions, valid, None if cache is None else cache[i])
+        for block, pair in zip(self.blocks, cache or [None] * len(self.blocks)):
+            run = block if not (self.recompute and torch.is_grad_enabled()) else partial(
+                checkpoint, block, use_reentrant=False, preserve_rng_state=False,
+                context_fn=lambda moe=block.moe: (nullcontext(), unchanged(moe)))
+            x = run(x, cos, sin, positions, valid, pair)                          # (B, T, D)
         x = rms_norm(x if select is None else x[select], self.norm, self.config.norm_eps)
         weight = self.embedding if self.head is None else self.head               # (V, D)
         # bf16 operands, but fp32 sums and logits: bf16 logits would be off by up to 0.4%.
@@ -256,6 +273,9 @@ class MoETransformer(nn.Module):
     def routes(self):
         """The experts that the last forward chose: (S, L, A), S its valid tokens in order."""
         return torch.stack([block.moe.chosen for block in self.blocks], dim=1)
+
+    def size(self):
+        return sum(p.numel() for p in self.parameters())
 
     def balance_loss(self):
         """The load-balancing loss of the last forward, mean over layers: () fp32."""
@@ -281,7 +301,7 @@ def load_checkpoint(path):
     if not path.exists():
         raise ValueError(f"there is no {path}: --resume takes the folder of a run.")
     try:
-        saved = torch.load(path, map_location="cpu", weights_only=True)
+        saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as e:      # a dozen types, depending on where a file was cut
         raise ValueError(f"{path} cannot be read ({type(e).__name__}): it is truncated or no "
                          "checkpoint. Take a copy of it, or start a new run.") from e
@@ -290,41 +310,10 @@ def load_checkpoint(path):
     return saved
 
 
-def pick_threads(model):
-    """Time a training step of the model with 1, 2, 4, .. CPU threads and keep the fastest number.
-
-    (A small model's products are often too short to share.) Returns it, and the times as text.
-    """
-    available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    device = model.embedding.device
-    ids = (torch.arange(32 * 48, device=device) % model.config.real_vocab).view(32, 48)   # (B, T)
-    seconds = {}
-    for threads in [n for n in (1, 2, 4, 8, 16, 32) if n <= available]:
-        torch.set_num_threads(threads)
-        for _ in range(4):
-            start = time.perf_counter()
-            model(ids).sum().backward()
-            seconds[threads] = min(seconds.get(threads, 1e9), time.perf_counter() - start)
-    model.zero_grad(set_to_none=True)
-    best = min(seconds, key=seconds.get)
-    torch.set_num_threads(best)
-    return best, ", ".join(f"{n}: {1000 * t:.0f} ms" for n, t in seconds.items())
-
-
 if __name__ == "__main__":
     for name, config in PRESETS.items():
-        total = sum(p.numel() for p in MoETransformer(config).parameters())
+        total = MoETransformer(config).size()
         expert = 3 * config.d_model * config.expert_width * config.layers
         print(f"{name}: {total / 1e6:.2f}M parameters, "
               f"{(total - expert * (config.experts - config.active)) / 1e6:.2f}M active, "
               f"{100 * expert * config.experts / total:.0f}% in the experts\n    {config}")
-    torch.manual_seed(0)
-    moe = MoE(PRESETS["cpu"])
-    for p in moe.parameters():
-        nn.init.normal_(p, std=0.1)
-    x = torch.randn(64, 128)
-    for mode in ("none", "w4a16", "w4a4"):
-        moe.qat_mode = mode
-        error = (moe(x) - moe.loop_ref(x)).norm() / moe(x).norm()
-        print(f"grouped experts against the loop, QAT {mode}: relative difference {error:.0e}")
-        assert error < 1e-6

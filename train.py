@@ -3,42 +3,48 @@
     python train.py                                # CPU, offline, 3.5 minutes on two cores
     python train.py --recipe nvfp4                 # an ablation is one word (see qat.RECIPES)
     python train.py --data FOLDER                  # GSM8K: FOLDER/train.jsonl and test.jsonl
+    python train.py --init FOLDER_OR_HUB_ID        # a Qwen3-MoE checkpoint instead of a new model
     python train.py --resume runs/quads-seed0      # go on exactly where it stopped
     python train.py --resume runs/quads-seed0 --steps 0 --recipe fp8     # evaluate in another one
+    python train.py --resume runs/quads-seed0 --export FOLDER            # for vLLM and SGLang
 
-The loop in five words: sync, rollout, reward, update, log. Before it comes a supervised warm-up,
-because one bit of reward an answer cannot teach arithmetic. On home-made problems most of its
-demonstrations are *sloppy*: well calculated, but the last step is missing, or a subtraction is done
-as an addition. So the model learns the arithmetic, and GRPO then selects the careful answers.
+The loop in five words: sync, rollout, reward, update, log. Before it a new model is warmed up: one
+bit of reward an answer cannot teach arithmetic. Most home-made demonstrations are *sloppy*: well
+calculated, but the last step is missing or wrong. GRPO then selects the careful answers.
 """
 import argparse
 import json
+import os
 import random
 import resource
 import signal
 import sys
 import time
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
 from tqdm import tqdm
 
+import checkpoint
 import gsm8k
 import grpo
 import qat
-from moe import PRESETS, Config, MoETransformer, load_checkpoint, pick_threads, save_file
+from moe import PRESETS, MoETransformer, load_checkpoint, save_file
 from nvfp4 import kernel_path
 from rollout import Rollout, micro_batches, sequence_logp
+from start import begin, build, data, find, fits, micro_tokens
 
 # --- Settings, a flag each: defaults with the presets cpu and gpu, choices or lowest value --------
 SETTINGS = {
     "recipe":         ("quads", "quads", list(qat.RECIPES), "precision of both sides"),
-    "preset":         ("cpu", "gpu", list(PRESETS), "size of the model; by default as the device"),
+    "preset":         ("cpu", "gpu", list(PRESETS), "size of a new model, by default by device"),
+    "init":           ("", "", None, "folder or Hub id of a Qwen3-MoE checkpoint to start from"),
+    "export":         ("", "", None, "new folder for the model of --resume, in BF16 and in NVFP4"),
     "data":           ("builtin", "hub", None, "builtin, hub (GSM8K, Hugging Face) or a folder"),
     "seed":           (0, 0, 0, "of the weights, the problems and the samples"),
     "device":         ("cpu", "cuda", ["cpu", "cuda"], "by default cuda if there is one"),
-    "threads":        (0, 0, 0, "CPU threads; 0 times some numbers and takes the fastest"),
+    "threads":        (2, 0, 0, "CPU threads, at most what there is; 0: PyTorch's own choice"),
     "out":            ("", "", None, "folder of the run, by default runs/RECIPE-seedN"),
     "sft_steps":      (700, 6000, 0, "supervised steps before GRPO"),
     "sft_batch":      (16, 64, 1, "demonstrations a warm-up step"),
@@ -57,9 +63,8 @@ SETTINGS = {
     "eval_problems":  (256, 512, 2, "held-out problems an evaluation"),
     "save_every":     (1, 10, 1, "steps between checkpoints"),
 }
-MAY_CHANGE = ("steps", "eval_every", "eval_problems", "save_every", "device", "threads")  # --resume
-MAY_CHANGE_IF_0_STEPS = ("recipe", "rac_ratio", "max_new_tokens", "data")
-MICRO_TOKENS = {"cpu": 4096, "cuda": 65536}        # tokens of one forward and backward pass
+MAY_CHANGE = "steps eval_every eval_problems save_every device threads export".split()    # --resume
+MAY_CHANGE_IF_0_STEPS = ["recipe", "rac_ratio", "max_new_tokens", "data"]
 SHOWN = ("reward gap_mean gap_max router_agreement entropy grad_norm answer_tokens truncated "
          "zero_std_groups rollout_tok_s step_s").split()     # after each step; gaps in nats
 
@@ -76,9 +81,9 @@ def settings(argv):
     resume, saved = given.pop("resume", None), None
     if resume is not None:
         saved = load_checkpoint(Path(resume) / "checkpoint.pt")
-        own = {**saved["settings"], "out": resume}
+        own = {"init": "", "export": "", **saved["settings"], "out": resume}
         s = {**own, **given}
-        free = MAY_CHANGE + (MAY_CHANGE_IF_0_STEPS if s["steps"] == 0 else ())
+        free = MAY_CHANGE + MAY_CHANGE_IF_0_STEPS * (s["steps"] == 0)
         for k in [k for k in given if k not in free and s[k] != own[k]]:
             raise ValueError(f"the run in {resume} has {k} = {own[k]}, not {s[k]}: leave the flag "
                              "out, or start a new run (--steps 0 evaluates this one with another "
@@ -90,9 +95,16 @@ def settings(argv):
         s.update(device=device, data="hub" if device == "cuda" else "builtin")
         home_made = given.get("data", s["data"]) == "builtin"
         s.update(sloppy=0.7 if home_made else 0.0, max_new_tokens=64 if home_made else 256)
+        if given.get("init"):           # a trained model: no warm-up, and small steps
+            s.update(sft_steps=0, lr=1e-6, max_new_tokens=256)
         s.update(given)
+        if s["init"] and s["sft_steps"]:
+            raise ValueError("--init takes a trained model, without warm-up: drop --sft-steps.")
+        s["init"] = s["init"] and find(s["init"])
         s["out"] = s["out"] or f"runs/{s['recipe']}-seed{s['seed']}"
         s["data"] = s["data"] if s["data"] in ("builtin", "hub") else str(Path(s["data"]).resolve())
+    if s["export"] and (saved is None or Path(s["export"]).exists()):
+        raise ValueError(f"--export {s['export']} needs --resume RUN, and a folder not there yet.")
     for k, (_, _, limit, _) in SETTINGS.items():
         if isinstance(limit, (int, float)) and not limit <= s[k] < 1e9:
             raise ValueError(f"{k} = {s[k]} is out of range: from {limit} to below 1e9.")
@@ -106,30 +118,14 @@ class Run:
 
     def __init__(self, s, saved):
         self.s, self.out = s, Path(s.out)
-        source = None if s.data == "hub" else s.data
         # GSM8K: training rows, to be given fresh numbers, and test rows, used as they are.
-        self.pool = None if s.data == "builtin" else gsm8k.load("train", source)
-        self.official = [] if s.data == "builtin" else gsm8k.load("test", source)
-        rows = self.pool or gsm8k.load("train", "builtin")
+        self.pool, self.official, rows = data(s)
         self.sft_step, self.step, self.rows = 0, 0, []      # steps done; rows of metrics.csv
         if saved:
             self.sft_step, self.step, self.rows = saved["sft_step"], saved["step"], saved["rows"]
-            self.tokenizer = gsm8k.tokenizer_from_json(saved["tokenizer"])
-            config = Config(**saved["config"])
-        else:
-            texts = [gsm8k.prompt(row["question"]) + row["answer"] for row in rows]
-            self.tokenizer = gsm8k.train_tokenizer(texts, PRESETS[s.preset].vocab_size)
-            n = self.tokenizer.n_vocab      # the embedding may have more rows than that
-            config = replace(PRESETS[s.preset], real_vocab=n, end_id=n - 1)
-        for row in rows + self.official:
-            answer = len(self.tokenizer.encode_ordinary(row["answer"]))
-            need = len(self.prompt(row)) + max(s.max_new_tokens, answer) + 32   # numbers may grow
-            if need > config.max_seq_len:
-                raise ValueError(f"{row['question'][:60]!r}... needs {need} tokens and the context "
-                                 f"has {config.max_seq_len}: remove it, or lower --max-new-tokens.")
-        torch.manual_seed(s.seed)
-        self.model = MoETransformer(config, torch.bfloat16 if s.device == "cuda" else torch.float32)
-        self.model.to(s.device)
+        config, self.tokenizer, self.prompt = begin(s, saved, rows)
+        self.memory = fits(s, config, self.tokenizer, self.prompt, rows + self.official)
+        self.model = build(s, config, saved)
         self.rollout = Rollout(self.model, s.recipe, s.rac_ratio)
         self.new_optimizer()
         if saved:
@@ -141,13 +137,14 @@ class Run:
         """AdamW for the phase that comes next, warm-up or GRPO."""
         lr, beta2, decay = (self.s.sft_lr, 0.95, 0.1) if self.sft_step < self.s.sft_steps else \
                            (self.s.lr, 0.99, 0.0)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr, (0.9, beta2),
-                                           weight_decay=decay)
+        optimizer = qat.BF16AdamW if self.s.init else torch.optim.AdamW
+        self.optimizer = optimizer(self.model.parameters(), lr, (0.9, beta2), weight_decay=decay)
 
     def save(self):
         saved = dict(format="quads-1", settings=vars(self.s), config=asdict(self.model.config),
                      sft_step=self.sft_step, step=self.step, rows=self.rows,
-                     tokenizer=gsm8k.tokenizer_to_json(self.tokenizer), energy=self.rollout.energy,
+                     tokenizer="" if self.s.init else gsm8k.tokenizer_to_json(self.tokenizer),
+                     energy=self.rollout.energy,
                      model=self.model.state_dict(), optimizer=self.optimizer.state_dict())
         save_file(self.out / "checkpoint.pt", lambda path: torch.save(saved, path))
 
@@ -166,9 +163,6 @@ class Run:
         if "solved" in row:
             figure = grpo.curves(self.rows, f"{self.s.recipe}, {self.s.data}, seed {self.s.seed}")
             save_file(self.out / "curves.png", lambda path: figure.savefig(path, format="png"))
-
-    def prompt(self, problem):
-        return self.tokenizer.encode_ordinary(gsm8k.prompt(problem["question"]))
 
     def grade(self, ids, problem):
         """One answer's ids -> (text, reward, whether it was cut off). A cut answer earns 0: it
@@ -250,7 +244,7 @@ def update(run, prompts, ids, mask, logp_rollout, adv):
     token_count = int(mask[learn].sum())
     logp_train, entropy = torch.zeros_like(logp_rollout), torch.zeros_like(logp_rollout)
     routes = torch.zeros_like(run.rollout.routes)                                 # (B, T, L, A)
-    for part, T in micro_batches(prompts, mask, MICRO_TOKENS[s.device], last=~learn):     # (b,)
+    for part, T in micro_batches(prompts, mask, micro_tokens(s, run.model.config), ~learn):  # (b,)
         m, old = mask[part, :T], logp_rollout[part, :T]                           # (b, T) each
         with torch.set_grad_enabled(bool(learn[part].any())):
             logp, entropy[part, :T], routes[part, :T] = sequence_logp(
@@ -270,7 +264,7 @@ def update(run, prompts, ids, mask, logp_rollout, adv):
         raise ValueError(f"the gradient of step {run.step + 1} is not finite, and the weights are "
                          "as before: start a new run with a smaller --lr.")
     run.optimizer.step()                    # does nothing if no group taught anything
-    run.optimizer.zero_grad()
+    run.model.zero_grad()
     return {**grpo.mismatch(logp_train, logp_rollout, mask), "grad_norm": grad_norm,
             "router_agreement": grpo.router_agreement(routes, run.rollout.routes, mask),
             "entropy": (entropy.sum() / mask.sum()).item(), "clip_fraction": clip_fraction,
@@ -313,32 +307,34 @@ def grpo_step(run):
 def main(argv=None):
     sys.stdout.reconfigure(errors="replace")    # a model may write what a terminal cannot
     s, saved = settings(argv)
+    if s.export:
+        return checkpoint.export_run(saved, Path(s.export))
     out = Path(s.out)
     if not saved and any((out / name).exists() for name in ("checkpoint.pt", "metrics.csv")):
         raise ValueError(f"{out} already holds a run: --resume {out}, or choose another --out.")
     out.mkdir(parents=True, exist_ok=True)
     if s.steps or not saved:                # also fails now if the folder cannot be written
         save_file(out / "config.json", lambda path: path.write_text(json.dumps(vars(s), indent=1)))
+    # A fixed number, so that sums go in the same order everywhere.
+    torch.set_num_threads(min(s.threads, os.cpu_count()) or torch.get_num_threads())
     run, stopping = Run(s, saved), []
-    s.threads, why = (s.threads, "as set") if s.threads else pick_threads(run.model)
-    torch.set_num_threads(s.threads)
     for name, text in (
             ("device", torch.cuda.get_device_name() if s.device == "cuda" else "CPU"
              + ("" if torch.cuda.is_available() else ", because PyTorch sees no GPU")),
-            ("threads", f"{s.threads} ({why})"),
+            ("threads", torch.get_num_threads()),
             ("data", f"{s.data}: {len(run.pool)} GSM8K problems, given fresh numbers, and "
              f"{len(run.official)} official ones" if run.pool else "home-made problems, offline"),
-            ("preset", f"{s.preset}: {sum(p.numel() for p in run.model.parameters()) / 1e6:.2f}M "
-             f"parameters, {run.tokenizer.n_vocab} tokens, computing in {run.model.dtype}"),
+            ("model", f"{s.init or s.preset}: {run.model.size() / 1e6:.2f}M parameters, "
+             f"{run.tokenizer.n_vocab} tokens, computing in {run.model.dtype}"),
+            ("memory", run.memory),
             ("recipe", "{}: rollout {}, trainer's QAT {}".format(s.recipe, *qat.RECIPES[s.recipe])),
             ("path", "NVFP4 {}, because {}; FP8 emulated".format(*kernel_path(s.device))),
             ("run", f"{out}, after warm-up step {run.sft_step} and GRPO step {run.step}")):
         print(f"{name:8} {text}")
 
-    def stop(signal_number, frame):
-        if stopping:
-            raise KeyboardInterrupt
-        stopping.append(signal_number)
+    def stop(*_):
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        stopping.append(True)
         tqdm.write("stopping: this step is finished and saved first; Ctrl-C again stops at once")
     signal.signal(signal.SIGINT, stop)
 

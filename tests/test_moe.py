@@ -263,6 +263,46 @@ def test_bf16_stays_close():
     assert 1e-4 < log_ratio.abs().median() < 0.1
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_recomputed_blocks_give_the_same_gradient_bits(mode):
+    """Statistics stay those of the forward pass, whatever the second run of a block sets."""
+    model, ids = tiny(), some_ids(3, 20)
+    model.set_qat(mode)
+    valid = torch.arange(20) < torch.tensor([20, 7, 13])[:, None]                 # (B, T)
+    results, runs = [], []
+    for block in model.blocks:
+        block.moe.register_forward_pre_hook(lambda *_: runs.append(1))
+    for model.recompute in (False, True):
+        model.zero_grad()
+        logits = model(ids, valid=valid)
+        balance, routes = model.balance_loss(), model.routes()
+        kept = [(block.moe.chosen, block.moe.balance) for block in model.blocks]
+        (logits[valid].square().mean() + 0.01 * balance).backward()
+        for block, (chosen, loss) in zip(model.blocks, kept):
+            assert block.moe.chosen is chosen and block.moe.balance is loss
+        results.append([logits, balance, routes, *(p.grad for p in model.parameters())])
+    assert all(torch.equal(a, b) for a, b in zip(*results))
+    assert len(runs) == 2 + 4 and model.size() == sum(p.numel() for p in model.parameters())
+    with torch.no_grad():
+        assert torch.equal(model(ids, valid=valid), results[0][0])
+
+
+def test_recomputed_blocks_keep_little_for_the_backward_pass():
+    """Bytes that autograd holds between forward and backward."""
+    kept = []
+    for recompute in (False, True):
+        model, seen = tiny(layers=4), {}
+        model.recompute = recompute
+
+        def keep(x):
+            seen[x.untyped_storage().data_ptr()] = x.untyped_storage()
+            return x
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+            model(some_ids(3, 20)).sum()
+        kept.append(sum(storage.nbytes() for storage in seen.values()))
+    assert kept[1] < 0.4 * kept[0]
+
+
 def test_presets_have_the_stated_sizes():
     for name, low, high in (("cpu", 0.5e6, 0.6e6), ("gpu", 80e6, 85e6)):
         with torch.device("meta"):
@@ -273,7 +313,7 @@ def test_presets_have_the_stated_sizes():
         assert c.d_model % 16 == c.expert_width % 16 == 0             # blocks of NVFP4
 
 
-# --- Files and threads -----------------------------------------------------------------------
+# --- Files ------------------------------------------------------------------------------------
 
 def test_load_checkpoint_explains_what_is_wrong(tmp_path):
     path = tmp_path / "checkpoint.pt"
@@ -292,14 +332,3 @@ def test_load_checkpoint_explains_what_is_wrong(tmp_path):
         with pytest.raises(ValueError, match="not written by this program"):
             load_checkpoint(path)
 
-
-def test_pick_threads():
-    model, before = tiny(max_seq_len=64), torch.get_num_threads()
-    values = [p.detach().clone() for p in model.parameters()]
-    try:
-        best, times = moe.pick_threads(model)
-        assert torch.get_num_threads() == best and f"{best}: " in times
-    finally:
-        torch.set_num_threads(before)
-    assert best in (1, 2, 4, 8, 16, 32)
-    assert all(p.grad is None and torch.equal(p, v) for p, v in zip(model.parameters(), values))

@@ -66,7 +66,8 @@ def run_from(out, *flags):
 
 def test_first_lines_and_files(whole):
     out, text = whole
-    for word in ("device", "data     home-made", "preset   cpu: 0.5", "threads  1", "emulated",
+    for word in ("device", "data     home-made", "model    cpu: 0.5", "threads  1", "emulated",
+                 "memory   about 0.", "fp32 weights 0.00", "AdamW's moments", "a pass",
                  "recipe   quads: rollout nvfp4+rac, trainer's QAT w4a16"):
         assert word in text
     assert json.loads((out / "config.json").read_text())["recipe"] == "quads"
@@ -97,6 +98,23 @@ def test_defaults_follow_the_device_and_flags_beat_the_preset(monkeypatch):
         ("cuda", "gpu", "hub", 0.0, 0.5, 16, "runs/qat-seed0")
     s, _ = train.settings(["--device", "cpu", "--data", "/data", "--sloppy", "0.2"])
     assert (s.preset, s.data, s.sloppy, s.max_new_tokens) == ("cpu", "/data", 0.2, 256)
+    s, _ = train.settings(["--init", str(ROOT), "--recipe", "qat"])
+    assert (s.init, s.data, s.sft_steps, s.lr, s.max_new_tokens, s.group, s.threads) == \
+        (str(ROOT), "hub", 0, 1e-6, 256, 16, 0)
+    s, _ = train.settings(["--init", str(ROOT), "--device", "cpu", "--lr", "1e-5"])
+    assert (s.data, s.sft_steps, s.lr, s.max_new_tokens, s.group) == ("builtin", 0, 1e-5, 256, 8)
+
+
+def test_threads_are_at_most_those_of_the_machine(whole, monkeypatch):
+    kept, asked = torch.get_num_threads(), []
+    monkeypatch.setattr(train.os, "cpu_count", lambda: 4)
+    monkeypatch.setattr(torch, "set_num_threads", asked.append)
+    monkeypatch.setattr(train, "Run", lambda s, saved: 1 / 0)
+    for threads in ("1", "3", "9", "0"):
+        with pytest.raises(ZeroDivisionError):
+            train.main(["--resume", str(whole[0]), "--steps", "0", "--threads", threads])
+    assert asked == [1, 3, 4, kept]
+    assert train.settings(["--device", "cpu"])[0].threads == 2
 
 
 def test_evaluation_of_a_saved_run_in_another_precision_changes_nothing(whole, capsys):
@@ -126,6 +144,66 @@ def test_real_gsm8k_text_from_a_folder(tmp_path, capsys):
     assert "official" in capsys.readouterr().out
     rows = rows_of(tmp_path / "run")
     assert rows[0]["official"] and rows[1]["official"] and rows[1]["reward"]
+
+
+# --- a checkpoint instead of a new model ---------------------------------------------------------
+
+def test_export_init_resume_export_init(whole, tmp_path):
+    """A run goes out as a Hugging Face folder, comes in as somebody else's, and out again."""
+    small = ("--recipe quads --device cpu --threads 1 --prompts 4 --group 4 --max-new-tokens 24 "
+             "--eval-problems 4 --steps 1").split()
+    first, second = tmp_path / "first", tmp_path / "second"
+
+    def done(*flags):
+        result = command(*map(str, flags))
+        assert result.returncode == 0, result.stderr
+        return result.stdout
+    text = done("--resume", whole[0], "--export", first)
+    assert f"{first}/bf16" in text and f"{first}/nvfp4" in text and "step   " not in text
+    text = done("--init", first / "bf16", *small, "--out", tmp_path / "run")
+    assert f"model    {first}/bf16: 0.5" in text and "loss" not in text and "step   1" in text
+    saved, rows = state(tmp_path / "run")
+    assert saved["step"] == 1 and 0 < float(rows[1]["gap_mean"]) < 0.5
+    assert "step   2" in done("--resume", tmp_path / "run", "--steps", "2")
+    done("--resume", tmp_path / "run", "--export", second)
+    run = train.Run(*train.settings(["--init", str(second / "bf16"), *small]))
+    before = torch.load(tmp_path / "run" / "checkpoint.pt", weights_only=True)["model"]
+    assert all(torch.equal(p, before[k].bfloat16()) for k, p in run.model.state_dict().items())
+    assert (first / "bf16" / "tokenizer.json").read_text() == \
+        (second / "nvfp4" / "tokenizer.json").read_text()
+    for flags, words in ((["--resume", tmp_path / "run", "--export", second], "not there yet"),
+                         (["--export", tmp_path / "x"], "needs --resume RUN"),
+                         (["--init", second / "nvfp4"], "has quantization_config"),
+                         (["--init", second], "config.json is missing"),
+                         (["--init", first / "bf16", "--sft-steps", "3"], "drop --sft-steps"),
+                         (["--resume", tmp_path / "run", "--init", second], "has init = ")):
+        with pytest.raises(ValueError, match=words):
+            train.main([*map(str, flags), "--out", str(tmp_path / "bad")] if "--resume" not in flags
+                       else [*map(str, flags)])
+    (first / "bf16").rename(first / "gone")
+    with pytest.raises(ValueError, match=f"{first}/bf16/.* is missing"):
+        train.main(["--resume", str(tmp_path / "run"), "--steps", "3"])
+    (second / "bf16" / "tokenizer.json").unlink()
+    with pytest.raises(ValueError, match="tokenizer.json is missing"):
+        train.main(["--init", str(second / "bf16"), "--out", str(tmp_path / "bad")])
+
+
+def test_an_imported_run_resumes_bit_for_bit(whole, tmp_path, monkeypatch):
+    """2 steps = 1 + 1: bf16 moments and the noise that rounds them. (Rewards by a hash: the model
+    solves nothing, and what is never right teaches nothing.)"""
+    saved = train.load_checkpoint(whole[0] / "checkpoint.pt")
+    train.checkpoint.export_run(saved, tmp_path / "hf")
+    monkeypatch.setattr(train.gsm8k, "grade", lambda text, gold: len(text) % 2)
+    small = ["--init", str(tmp_path / "hf/bf16"), "--device", "cpu", "--threads", "1", "--group",
+             "4", "--prompts", "4", "--max-new-tokens", "24", "--eval-problems", "2", "--steps"]
+    train.main([*small, "2", "--out", str(tmp_path / "a")])
+    train.main([*small, "1", "--out", str(tmp_path / "b"), "--eval-every", "2"])
+    train.main(["--resume", str(tmp_path / "b"), "--steps", "2"])
+    (a, a_rows), (b, b_rows) = state(tmp_path / "a"), state(tmp_path / "b")
+    assert equal(a, b) and a_rows[2] == b_rows[2] and float(a_rows[2]["grad_norm"]) > 0
+    assert a["optimizer"]["steps"] == 2 and a["optimizer"]["moments"][0].dtype == torch.bfloat16
+    moved = [(a["model"][k] - v).abs().max() for k, v in saved["model"].items()]
+    assert 1e-7 < max(moved) < 1e-2           # two steps of 1e-6, and what bf16 cut off
 
 
 # --- exact resume (RL.md 4.23) -------------------------------------------------------------------
@@ -205,7 +283,7 @@ def test_gradient_does_not_depend_on_micro_batches(tmp_path, monkeypatch):
     for i, tokens in enumerate((100_000, 400, 130, 1)):
         run = run_from(tmp_path / str(i), "--recipe", "bf16")
         batch = sampled(run)
-        monkeypatch.setitem(train.MICRO_TOKENS, "cpu", tokens)
+        monkeypatch.setattr(train, "micro_tokens", lambda s, config: tokens)
         monkeypatch.setattr(run.optimizer, "step", lambda: gradients.append(
             torch.cat([p.grad.flatten().clone() for p in run.model.parameters()])))
         metrics = train.update(run, *batch)
