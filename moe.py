@@ -138,10 +138,16 @@ class MoE(nn.Module):
         self.down = nn.Parameter(torch.empty(c.experts, c.d_model, c.expert_width))
         self.qat_mode = "none"                    # of the trainer alone: none, w4a16, w4a4 (qat.py)
         self.chosen = self.balance = None         # of the last forward: (S, A) ids, () fp32 loss
+        self.outliers = {}                        # name -> (K,), see MoETransformer.set_outliers
+
+    def weight(self, name):
+        """The stacked master as products see it: its outlier columns divided, if there are any."""
+        w = getattr(self, name)                                                   # (E, N, K)
+        return w / self.outliers[name] if self.outliers else w
 
     def product(self, x, name, counts):
         """x (S, K) sorted by expert times the stacked matrix `name`: (S, N)."""
-        return qat.expert_matmul(x, getattr(self, name), counts, self.qat_mode)
+        return qat.expert_matmul(x, self.weight(name), counts, self.qat_mode)
 
     def route(self, x):
         """x (S, D) -> weights (S, A) fp32 that sum to 1, and expert ids (S, A)."""
@@ -155,7 +161,11 @@ class MoE(nn.Module):
 
     def run_experts(self, x, counts):
         """SwiGLU of rows sorted by expert: (S, D) -> (S, D)."""
+        if self.outliers:
+            x = x * self.outliers["gate_up"].to(x.dtype)                          # (S, D)
         gate, up = self.product(x, "gate_up", counts).chunk(2, dim=-1)            # (S, F) each
+        if self.outliers:
+            up = up * self.outliers["down"].to(x.dtype)                           # (S, F)
         return self.product(F.silu(gate) * up, "down", counts)                    # (S, D)
 
     def loop_ref(self, x):
@@ -228,6 +238,26 @@ class MoETransformer(nn.Module):
         """Choose the trainer's expert product: "none", "w4a16" or "w4a4" (see qat.RECIPES)."""
         for block in self.blocks:
             block.moe.qat_mode = mode
+
+    def set_outliers(self, strength, blocks):
+        """Make a few channels of every expert input `strength` times larger, and the weight columns
+        that they meet as much smaller: 0 for none.
+
+        Large models grow such channels by themselves, small ones do not. The function is the same,
+        bit for bit if strength is a power of two; what changes is what NVFP4 makes of it. `blocks`
+        of the D/16 blocks of 16 channels get one each, evenly spaced, and the same share of the
+        F/16 blocks before `down`. Raises ValueError if there are not so many.
+        """
+        c = self.config
+        if strength and not (strength >= 1 and 1 <= blocks <= c.d_model // 16):
+            raise ValueError(f"--outliers {strength} --outlier-blocks {blocks}: need a strength of "
+                             f"at least 1, and 1 to {c.d_model // 16} blocks.")
+        for moe in [block.moe for block in self.blocks] if strength else ():
+            for name, K in (("gate_up", c.d_model), ("down", c.expert_width)):
+                n = max(1, round(blocks * K / c.d_model))
+                scale = self.norm.new_ones(K)                                     # (K,)
+                scale[torch.arange(n) * (K // 16) // n * 16] = strength
+                moe.outliers[name] = scale
 
     def forward(self, ids, positions=None, valid=None, select=None, cache=None):
         """ids (B, T) -> logits (B, T, V) fp32, or (S, V) of the positions in `select`.

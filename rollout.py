@@ -190,7 +190,7 @@ class Rollout:
             p.copy_(source[name])
         for layer, block in enumerate(self.source.blocks):
             for name in ("gate_up", "down"):
-                new = self.convert(getattr(block.moe, name))
+                new = self.convert(block.moe.weight(name))
                 for old, tensor in zip(self.weights.setdefault((layer, name), new), new):
                     old.copy_(tensor)                        # the same memory as before
         if self.precision == "nvfp4+rac":

@@ -52,13 +52,16 @@ SETTINGS = {
     "max_new_tokens": (64, 256, 1, "longest answer, a cut one earns 0; 256 on GSM8K"),
     "rac_ratio":      (0.5, 0.5, 0, "share of the blocks that get RAC's second pass"),
     "correction":     ("none", "none", ["none", "tis", "mask"], "importance weights for the gap"),
+    "outliers":       (0, 0, 0, "some channels so many times larger, as large models have; 0: off"),
+    "outlier_blocks": (4, 16, 1, "of the 16-blocks of an expert's input, so many hold one"),
     "clip_high":      (0.2, 0.2, 0, "the ratio is clipped to 0.8 .. 1 + this"),
     "eval_every":     (10, 20, 1, "steps between evaluations"),
     "eval_problems":  (256, 512, 2, "held-out problems an evaluation"),
     "save_every":     (1, 10, 1, "steps between checkpoints"),
 }
 MAY_CHANGE = ("steps", "eval_every", "eval_problems", "save_every", "device", "threads")  # --resume
-MAY_CHANGE_IF_0_STEPS = ("recipe", "rac_ratio", "max_new_tokens", "data")
+MAY_CHANGE_IF_0_STEPS = ("recipe", "rac_ratio", "max_new_tokens", "data", "outliers",
+                         "outlier_blocks")
 MICRO_TOKENS = {"cpu": 4096, "cuda": 65536}        # tokens of one forward and backward pass
 SHOWN = ("reward gap_mean gap_max router_agreement entropy grad_norm answer_tokens truncated "
          "zero_std_groups rollout_tok_s step_s").split()     # after each step; gaps in nats
@@ -76,7 +79,7 @@ def settings(argv):
     resume, saved = given.pop("resume", None), None
     if resume is not None:
         saved = load_checkpoint(Path(resume) / "checkpoint.pt")
-        own = {**saved["settings"], "out": resume}
+        own = {**{k: v[0] for k, v in SETTINGS.items()}, **saved["settings"], "out": resume}
         s = {**own, **given}
         free = MAY_CHANGE + (MAY_CHANGE_IF_0_STEPS if s["steps"] == 0 else ())
         for k in [k for k in given if k not in free and s[k] != own[k]]:
@@ -130,6 +133,7 @@ class Run:
         torch.manual_seed(s.seed)
         self.model = MoETransformer(config, torch.bfloat16 if s.device == "cuda" else torch.float32)
         self.model.to(s.device)
+        self.model.set_outliers(s.outliers, s.outlier_blocks)
         self.rollout = Rollout(self.model, s.recipe, s.rac_ratio)
         self.new_optimizer()
         if saved:
