@@ -252,12 +252,13 @@ class MoETransformer(nn.Module):
         if strength and not (strength >= 1 and 1 <= blocks <= c.d_model // 16):
             raise ValueError(f"--outliers {strength} --outlier-blocks {blocks}: need a strength of "
                              f"at least 1, and 1 to {c.d_model // 16} blocks.")
-        for moe in [block.moe for block in self.blocks] if strength else ():
-            for name, K in (("gate_up", c.d_model), ("down", c.expert_width)):
-                n = max(1, round(blocks * K / c.d_model))
-                scale = self.norm.new_ones(K)                                     # (K,)
-                scale[torch.arange(n) * (K // 16) // n * 16] = strength
-                moe.outliers[name] = scale
+        scales = {}                                                               # name -> (K,)
+        for name, K in (("gate_up", c.d_model), ("down", c.expert_width)) if strength else ():
+            n = max(1, round(blocks * K / c.d_model))
+            scales[name] = self.norm.detach().new_ones(K)
+            scales[name][torch.arange(n) * (K // 16) // n * 16] = strength
+        for block in self.blocks:
+            block.moe.outliers = scales
 
     def forward(self, ids, positions=None, valid=None, select=None, cache=None):
         """ids (B, T) -> logits (B, T, V) fp32, or (S, V) of the positions in `select`.

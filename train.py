@@ -51,6 +51,7 @@ SETTINGS = {
     "temperature":    (1.0, 1.0, 1e-3, "of the sampled answers"),
     "max_new_tokens": (64, 256, 1, "longest answer, a cut one earns 0; 256 on GSM8K"),
     "rac_ratio":      (0.5, 0.5, 0, "share of the blocks that get RAC's second pass"),
+    "rac_coverage":   (0.0, 0.0, 0, "if not 0: the blocks with this share of the residual instead"),
     "correction":     ("none", "none", ["none", "tis", "mask"], "importance weights for the gap"),
     "outliers":       (0, 0, 0, "some channels so many times larger, as large models have; 0: off"),
     "outlier_blocks": (4, 16, 1, "of the 16-blocks of an expert's input, so many hold one"),
@@ -60,8 +61,8 @@ SETTINGS = {
     "save_every":     (1, 10, 1, "steps between checkpoints"),
 }
 MAY_CHANGE = ("steps", "eval_every", "eval_problems", "save_every", "device", "threads")  # --resume
-MAY_CHANGE_IF_0_STEPS = ("recipe", "rac_ratio", "max_new_tokens", "data", "outliers",
-                         "outlier_blocks")
+MAY_CHANGE_IF_0_STEPS = ("recipe", "rac_ratio", "rac_coverage", "max_new_tokens", "data",
+                         "outliers", "outlier_blocks")
 MICRO_TOKENS = {"cpu": 4096, "cuda": 65536}        # tokens of one forward and backward pass
 SHOWN = ("reward gap_mean gap_max router_agreement entropy grad_norm answer_tokens truncated "
          "zero_std_groups rollout_tok_s step_s").split()     # after each step; gaps in nats
@@ -134,7 +135,7 @@ class Run:
         self.model = MoETransformer(config, torch.bfloat16 if s.device == "cuda" else torch.float32)
         self.model.to(s.device)
         self.model.set_outliers(s.outliers, s.outlier_blocks)
-        self.rollout = Rollout(self.model, s.recipe, s.rac_ratio)
+        self.rollout = Rollout(self.model, s.recipe, s.rac_ratio, s.rac_coverage)
         self.new_optimizer()
         if saved:
             self.model.load_state_dict(saved["model"])
