@@ -23,9 +23,10 @@ import gsm8k
 import nvfp4
 import qat
 import rac
-from moe import PRESETS, Config, MoETransformer, load_checkpoint
+from moe import PRESETS, Config, MoETransformer
 from nvfp4 import jit, tl, triton
 from rollout import Rollout, fp8_grouped_matmul, fp8_quantize, sequence_logp
+from start import load_checkpoint
 
 RATIOS = (0.125, 0.25, 0.5, 0.75, 1.0)
 TOKENS = (1, 16, 64, 256, 1024, 8192)

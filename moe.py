@@ -20,11 +20,9 @@ Parameters are fp32 masters and are cast to the compute dtype (bf16 on a GPU, fp
 they are used. The same code serves trainer and sampler: the sampler replaces `MoE.product`, the one
 function through which all expert products go, and passes a key-value cache.
 """
-import os
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -140,10 +138,16 @@ class MoE(nn.Module):
         self.down = nn.Parameter(torch.empty(c.experts, c.d_model, c.expert_width))
         self.qat_mode = "none"                    # of the trainer alone: none, w4a16, w4a4 (qat.py)
         self.chosen = self.balance = None         # of the last forward: (S, A) ids, () fp32 loss
+        self.outliers = {}                        # name -> (K,), see MoETransformer.set_outliers
+
+    def weight(self, name):
+        """The stacked master as products see it: its outlier columns divided, if there are any."""
+        w = getattr(self, name)                                                   # (E, N, K)
+        return w / self.outliers[name] if self.outliers else w
 
     def product(self, x, name, counts):
         """x (S, K) sorted by expert times the stacked matrix `name`: (S, N)."""
-        return qat.expert_matmul(x, getattr(self, name), counts, self.qat_mode)
+        return qat.expert_matmul(x, self.weight(name), counts, self.qat_mode)
 
     def route(self, x):
         """x (S, D) -> weights (S, A) fp32 that sum to 1, and expert ids (S, A)."""
@@ -157,7 +161,11 @@ class MoE(nn.Module):
 
     def run_experts(self, x, counts):
         """SwiGLU of rows sorted by expert: (S, D) -> (S, D)."""
+        if self.outliers:
+            x = x * self.outliers["gate_up"].to(x.dtype)                          # (S, D)
         gate, up = self.product(x, "gate_up", counts).chunk(2, dim=-1)            # (S, F) each
+        if self.outliers:
+            up = up * self.outliers["down"].to(x.dtype)                           # (S, F)
         return self.product(F.silu(gate) * up, "down", counts)                    # (S, D)
 
     def loop_ref(self, x):
@@ -243,6 +251,23 @@ class MoETransformer(nn.Module):
         for block in self.blocks:
             block.moe.qat_mode = mode
 
+    def set_outliers(self, strength, blocks):
+        """Make some channels of the experts' inputs `strength` times larger, and the weight columns
+        that they meet as much smaller; 0 takes it back. Large models grow such channels, small ones
+        do not. The function stays the same, bit for bit if strength is a power of two: only NVFP4
+        notices. One channel in each of `blocks` of the D/16 blocks, and the same share before
+        `down`. Raises ValueError if there are not so many."""
+        c, scales = self.config, {}                                               # name -> (K,)
+        if strength and not (strength >= 1 and 1 <= blocks <= c.d_model // 16):
+            raise ValueError(f"--outliers {strength} --outlier-blocks {blocks}: need a strength of "
+                             f"at least 1, and 1 to {c.d_model // 16} blocks.")
+        for name, K in (("gate_up", c.d_model), ("down", c.expert_width)) if strength else ():
+            n = max(1, round(blocks * K / c.d_model))
+            scales[name] = self.norm.detach().new_ones(K)
+            scales[name][torch.arange(n) * (K // 16) // n * 16] = strength        # evenly spaced
+        for block in self.blocks:
+            block.moe.outliers = scales
+
     def forward(self, ids, positions=None, valid=None, select=None, cache=None):
         """ids (B, T) -> logits (B, T, V) fp32, or (S, V) of the positions in `select`.
 
@@ -282,38 +307,9 @@ class MoETransformer(nn.Module):
         return torch.stack([block.moe.balance for block in self.blocks]).mean()
 
 
-def save_file(path, save):
-    """Let save(temporary path) write a file, then rename it: a crash leaves the old one intact."""
-    temporary = path.with_name(path.name + ".tmp")
-    try:
-        save(temporary)
-    except RuntimeError as error:                # torch.save's way to say that the disk is full
-        raise OSError(f"{path} cannot be written: {error}") from error
-    os.replace(temporary, path)
-
-
-def load_checkpoint(path):
-    """A run's checkpoint.pt as the dict that train.py wrote, on the CPU.
-
-    Raises ValueError, one sentence, for a missing, truncated or foreign file.
-    """
-    path = Path(path)
-    if not path.exists():
-        raise ValueError(f"there is no {path}: --resume takes the folder of a run.")
-    try:
-        saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as e:      # a dozen types, depending on where a file was cut
-        raise ValueError(f"{path} cannot be read ({type(e).__name__}): it is truncated or no "
-                         "checkpoint. Take a copy of it, or start a new run.") from e
-    if not isinstance(saved, dict) or saved.get("format") != "quads-1":
-        raise ValueError(f"{path} was not written by this program: start a new run.")
-    return saved
-
-
 if __name__ == "__main__":
     for name, config in PRESETS.items():
-        total = MoETransformer(config).size()
-        expert = 3 * config.d_model * config.expert_width * config.layers
-        print(f"{name}: {total / 1e6:.2f}M parameters, "
-              f"{(total - expert * (config.experts - config.active)) / 1e6:.2f}M active, "
-              f"{100 * expert * config.experts / total:.0f}% in the experts\n    {config}")
+        print(f"{name}: {MoETransformer(config).size() / 1e6:.2f}M parameters; {config}")
+    moe, x = MoETransformer(PRESETS["cpu"]).blocks[0].moe, torch.randn(64, 128)
+    error = (moe(x) - moe.loop_ref(x)).norm() / moe(x).norm()
+    print(f"grouped experts against the loop: relative difference {error:.0e}")

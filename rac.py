@@ -5,14 +5,11 @@ quantizes R too, on the blocks S of the reduction axis where it is largest, and 
 
     Y  =  Q(X) Wq^T  +  Q(R)[:, S] Wq[:, S]^T                 (QUADS, arXiv 2607.15810)
 
-Both terms are W4A4 products, so FP4 units can do all the work. At a ratio of 50% the second pass
-reads half of the weight columns again, costs half of the FLOPs again, and half of 4.5 bits more for
-each activation value. At ratio 0 it is plain NVFP4; at ratio 1 activations have about
-8 bits and their error falls below 1%. Two choices make it cheap and stable: S is made of whole
-16-blocks, so the weights' codes and scales are used as they are; and S is fixed between two weight
+Both terms are W4A4 products, so FP4 units can do all the work. A ratio of 50% costs half of the
+FLOPs again, and half of 4.5 bits more for each activation value. Ratio 0 is plain NVFP4; at ratio 1
+activations have about 8 bits and their error (`python rac.py` prints it) falls below 1%. S is made
+of whole 16-blocks, so the weights' codes and scales serve as they are, and fixed between two weight
 syncs, so that a token's activations never depend on the other tokens of its batch.
-
-RAC repairs the error of the *activations* (`python rac.py` prints it); qat.py aligns the weights'.
 """
 from __future__ import annotations
 
@@ -34,31 +31,34 @@ def block_energy(residual):
 
 
 def residual_energy(x):
-    """Squared residual of each 16-block of x (row-scaled): (..., K) -> (K/16,) fp32. Energies of
-    batches add up. Raises ValueError if K is not a multiple of 16 or x is not finite."""
+    """Squared residual of each 16-block of x (row-scaled), summed over rows: (..., K) -> (K/16,)
+    fp32. Raises ValueError if K is not a multiple of 16 or x is not finite."""
     return block_energy(residual_of(x, quantize(x, row_scaled=True)))
 
 
 # --- 2. Choose the blocks ------------------------------------------------------------------------
 
-def select_blocks(energy, ratio):
+def select_blocks(energy, ratio, coverage=0):
     """The blocks with the largest residual: (K/16,) -> LongTensor of round(ratio * K/16) ids.
 
-    Ascending; among equals the lower id wins, on every device. ValueError outside 0..1."""
-    if not 0 <= ratio <= 1:
-        raise ValueError(f"the RAC ratio is a share of the blocks, 0 to 1; got {ratio}.")
+    Ascending; among equals the lower id wins, on every device. ValueError outside 0..1. coverage
+    (beyond the paper), if not 0: as few blocks as hold this share of the energy, in a list of K/16
+    places; K/16, no block, fills it up, so that a CUDA graph that reads it stays valid."""
+    if not (0 <= ratio <= 1 and 0 <= coverage <= 1):
+        raise ValueError(f"--rac-ratio, --rac-coverage must be 0 to 1; got {ratio}, {coverage}.")
     if not torch.isfinite(energy).all():
-        raise ValueError("the residual energy is not finite: the activations hold NaN, infinity or "
-                         "values whose square overflows.")
-    order = energy.argsort(descending=True, stable=True)                  # (K/16,)
+        raise ValueError("the residual energy is not finite: activations are NaN or too large.")
+    largest, order = energy.sort(descending=True, stable=True)            # (K/16,) each
+    if coverage:
+        held = largest.double().cumsum(0)       # (K/16,), by a block and all before it
+        return order.masked_fill(held - largest >= coverage * held[-1], len(energy)).sort().values
     return order[:round(ratio * len(energy))].sort().values               # (S,)
 
 
 # --- 3. Apply the second pass --------------------------------------------------------------------
 
 def take(x, blocks, width):
-    """The chosen blocks, in order: (M, K/16 * width) -> (M, S * width). A block is 16 values wide,
-    8 bytes of codes, or 1 byte of scales."""
+    """The chosen blocks, each of `width` columns, in order: (M, K/16 * width) -> (M, S * width)."""
     return x.unflatten(-1, (-1, width))[:, blocks].flatten(-2)
 
 
@@ -67,15 +67,14 @@ def compensate_ref(x, blocks):
     q = quantize(x, row_scaled=True)
     residual = residual_of(x, q)                                          # (M, K) fp32
     if len(blocks) == 0:                                                  # ratio 0: plain NVFP4
-        r = NVFP4(q.codes[:, :0], q.scales[:, :0], q.global_scale)
-    else:
-        r = quantize(take(residual, blocks, BLOCK), global_scale=q.global_scale)
+        return q, NVFP4(q.codes[:, :0], q.scales[:, :0], q.global_scale), block_energy(residual)
+    r = quantize(take(residual, blocks, BLOCK), global_scale=q.global_scale)
     return q, r, block_energy(residual)
 
 
-# The same in one kernel that reads x once: a program keeps a row, blocks (C, 16) with C the power
-# of two from K/16 on, in registers. Bit for bit the reference: so true divisions (div_rn), no fused
-# multiply-adds, and rounding by arithmetic (Triton's interpreter casts to E4M3 wrongly).
+# The same in one kernel that reads x once: a program keeps a row, (C, 16) with C the power of two
+# from K/16 on, in registers. Bit for bit the reference: so div_rn, no fused multiply-adds, and
+# rounding by arithmetic (Triton's interpreter casts to E4M3 wrongly).
 
 @jit
 def round_to_grid(v, NORMAL: tl.constexpr, MANTISSA: tl.constexpr):
@@ -131,11 +130,12 @@ def compensate_kernel(x, x_stride, codes, scales, s_x, r_codes, r_scales, blocks
         tl.store(energy + row * KB + kb, tl.sum(residual * residual, 1), ok)
     if C_S > 0:
         s = tl.arange(0, C_S)
-        ids = tl.load(blocks + s, s < S, 0).to(tl.int32)
-        chosen = tl.histogram(ids, C, s < S) > 0                          # (C,) is the block in S?
+        ids = tl.load(blocks + s, s < S, KB).to(tl.int32)                 # KB: no block
+        chosen = tl.histogram(ids, C, ids < KB) > 0                       # (C,) is the block in S?
         place = tl.cumsum(chosen.to(tl.int32), 0) - 1                     # and where in S
         byte, scale, step, words, value = quantize_blocks(residual, s_global)
         tl.store(r_scales + row * S + place, byte, chosen)
+        tl.store(r_scales + row * S + s, 0, (s < S) & (ids == KB))        # left over: adds nothing
         tl.store(r_codes + row * 2 * S + 2 * place[:, None] + half, words, chosen[:, None])
         folded += tl.where(chosen[:, None], value * scale, 0.0)
     if FOLD:
@@ -168,9 +168,9 @@ def compensate_kernels(x, blocks, measure, fold):
 def compensate(x, blocks, measure=True):
     """Quantize x, and quantize its residual on the chosen blocks.
 
-    x: (M, K); blocks: (S,) ids, ascending (not checked). Returns (q, r, energy): q NVFP4 (M, K),
-    row-scaled; r NVFP4 (M, 16 S); energy (K/16,) fp32 of the whole residual, for the next choice.
-    The residual reuses the row's s_global, so that one accumulator and one final scale do."""
+    x: (M, K); blocks: (S,) ids below K/16, ascending (not checked). Returns (q, r, energy): q NVFP4
+    (M, K), row-scaled; r NVFP4 (M, 16 S); energy (K/16,) fp32 of the whole residual, for the next
+    choice. The residual reuses the row's s_global, so that one final scale does."""
     if kernel_path(x.device.type)[0] == "torch":
         return compensate_ref(x, blocks)
     return compensate_kernels(x, blocks, measure, False)[:3]
@@ -198,11 +198,13 @@ def compensated_matmul(x, w, blocks, out_dtype=torch.float32):
 def compensated_grouped_matmul(x, w, counts, blocks, out_dtype=torch.float32, measure=True):
     """For a Mixture of Experts: x (M, K) sorted by expert, w NVFP4 (E, N, K), counts (E,), and one
     selection for all experts. Returns (Y, energy): (M, N), (K/16,) if measured."""
-    path, operand = kernel_path(x.device.type)[0], None
+    path, KB, operand = kernel_path(x.device.type)[0], x.shape[1] // BLOCK, None
     if path == "emulated":
         q, r, energy, operand = compensate_kernels(x, blocks, measure, True)
-    else:
-        q, r, energy = compensate(x, blocks, measure)
+    else:           # FP4 units multiply the places that `coverage` left over, too, but by scale 0
+        used = blocks[blocks < KB] if path == "torch" else blocks
+        q, r, energy = compensate(x, used, measure)
+        blocks = used.clamp(max=KB - 1)
     return grouped_matmul(q, w, counts, out_dtype, r, blocks, operand), energy
 
 

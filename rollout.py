@@ -140,15 +140,16 @@ class Rollout:
     """A second copy of the model, whose experts are held in the rollout precision.
 
     model: the trainer's MoETransformer, read again at each `sync`. recipe: a name of qat.RECIPES.
-    rac_ratio: the share of blocks that get the second pass, if the recipe has one.
+    rac_ratio: the share of blocks that get the second pass, if the recipe has one; rac_coverage, if
+    not 0: those that hold this share of the residual energy instead (see rac.select_blocks).
     """
 
-    def __init__(self, model, recipe, rac_ratio=0.5):
+    def __init__(self, model, recipe, rac_ratio=0.5, rac_coverage=0):
         if recipe not in qat.RECIPES:
             raise ValueError(f"unknown recipe {recipe!r}: use one of {', '.join(qat.RECIPES)}.")
-        if not 0 <= rac_ratio <= 1:
-            raise ValueError(f"--rac-ratio is a share of the blocks, 0 to 1; got {rac_ratio}.")
-        self.source, self.precision, self.ratio = model, qat.RECIPES[recipe][0], rac_ratio
+        rac.select_blocks(torch.ones(1), rac_ratio, rac_coverage)         # raises if out of range
+        self.source, self.precision = model, qat.RECIPES[recipe][0]
+        self.ratio, self.coverage = rac_ratio, rac_coverage
         self.weights = {}       # (layer, name) -> a tuple of tensors, overwritten at each sync
         self.blocks = {}        # (layer, name) -> (S,) ids of RAC's blocks, overwritten likewise
         self.energy = {}        # (layer, name) -> (K/16,) residual energy of the last rollout
@@ -190,7 +191,7 @@ class Rollout:
             p.copy_(source[name])
         for layer, block in enumerate(self.source.blocks):
             for name in ("gate_up", "down"):
-                new = self.convert(getattr(block.moe, name))
+                new = self.convert(block.moe.weight(name))
                 for old, tensor in zip(self.weights.setdefault((layer, name), new), new):
                     old.copy_(tensor)                        # the same memory as before
         if self.precision == "nvfp4+rac":
@@ -203,7 +204,7 @@ class Rollout:
                 finally:
                     self.blocks, self.measuring = kept, None
             for key, energy in self.energy.items():
-                chosen = rac.select_blocks(energy, self.ratio)                # (S,)
+                chosen = rac.select_blocks(energy, self.ratio, self.coverage)         # (S,)
                 self.blocks.setdefault(key, chosen).copy_(chosen)
         self.synced = True
 

@@ -1,10 +1,13 @@
-"""What a run starts from: a new model or somebody else's, how it is asked, and whether it fits.
+"""How a run starts: its flags, files, data, prompt and model, and whether all that fits.
 
-A checkpoint's own chat template writes the prompt, as `transformers` would: one message of the
-user, the generation prompt, no thinking (a thinking answer does not fit into 256 tokens). A base
-model has no template and gets the plain prompt. Both are asked for the last line that earns a
-reward. Not here: the weights and the tokenizer themselves, see checkpoint.py.
+A run is a folder. config.json holds its settings, checkpoint.pt all that `--resume` needs.
+
+With `--init` the model is somebody else's. Its chat template writes the prompt, as `transformers`
+would: one message of the user, the generation prompt, no thinking (a thinking answer does not fit
+into 256 tokens). A base model has no template and gets the plain prompt. Both are asked for the
+last line that earns a reward. (Weights and tokenizers of such checkpoints: see checkpoint.py.)
 """
+import argparse
 import json
 import os
 from dataclasses import replace
@@ -23,6 +26,122 @@ REQUEST = "\nCalculate step by step. Write the result into a last line of its ow
 MICRO_TOKENS = {"cpu": 4096, "cuda": 65536}        # tokens of one forward and backward pass
 QUANTIZE = 27                                      # bytes a value at the peak of nvfp4.quantize
 
+
+# --- Settings, a flag each: defaults with the presets cpu and gpu, choices or lowest value --------
+SETTINGS = {
+    "recipe":         ("quads", "quads", list(qat.RECIPES), "precision of both sides"),
+    "preset":         ("cpu", "gpu", list(PRESETS), "size of a new model, by default by device"),
+    "init":           ("", "", None, "folder or Hub id of a Qwen3-MoE checkpoint to start from"),
+    "export":         ("", "", None, "new folder for the model of --resume, in BF16 and in NVFP4"),
+    "data":           ("builtin", "hub", None, "builtin, hub (GSM8K, Hugging Face) or a folder"),
+    "seed":           (0, 0, 0, "of the weights, the problems and the samples"),
+    "device":         ("cpu", "cuda", ["cpu", "cuda"], "by default cuda if there is one"),
+    "threads":        (2, 0, 0, "CPU threads, at most what there is; 0: PyTorch's own choice"),
+    "out":            ("", "", None, "folder of the run, by default runs/RECIPE-seedN"),
+    "sft_steps":      (700, 6000, 0, "supervised steps before GRPO"),
+    "sft_batch":      (16, 64, 1, "demonstrations a warm-up step"),
+    "sft_lr":         (3e-3, 1e-3, 0, "learning rate of the warm-up; falls linearly to a tenth"),
+    "sloppy":         (0.7, 0.0, 0, "chance that a demonstration is careless; 0 on GSM8K"),
+    "steps":          (50, 100, 0, "GRPO steps in all; 0 stops after an evaluation"),
+    "prompts":        (32, 64, 1, "problems a step"),
+    "group":          (8, 16, 2, "answers to each problem"),
+    "lr":             (3e-4, 3e-5, 0, "learning rate of GRPO"),
+    "temperature":    (1.0, 1.0, 1e-3, "of the sampled answers"),
+    "max_new_tokens": (64, 256, 1, "longest answer, a cut one earns 0; 256 on GSM8K"),
+    "rac_ratio":      (0.5, 0.5, 0, "share of the blocks that get RAC's second pass"),
+    "rac_coverage":   (0.0, 0.0, 0, "if not 0: the blocks with this share of the residual instead"),
+    "correction":     ("none", "none", ["none", "tis", "mask"], "importance weights for the gap"),
+    "outliers":       (0, 0, 0, "some channels so many times larger, as large models have; 0: off"),
+    "outlier_blocks": (4, 16, 1, "of the 16-blocks of an expert's input, so many hold one"),
+    "clip_high":      (0.2, 0.2, 0, "the ratio is clipped to 0.8 .. 1 + this"),
+    "eval_every":     (10, 20, 1, "steps between evaluations"),
+    "eval_problems":  (256, 512, 2, "held-out problems an evaluation"),
+    "save_every":     (1, 10, 1, "steps between checkpoints"),
+}
+MAY_CHANGE = "steps eval_every eval_problems save_every device threads export".split()    # --resume
+MAY_CHANGE_IF_0_STEPS = ["recipe", "rac_ratio", "rac_coverage", "max_new_tokens", "data",
+                         "outliers", "outlier_blocks"]
+
+
+def settings(argv):
+    """Flags -> (settings, checkpoint or None). Raises ValueError where they make no sense."""
+    parser = argparse.ArgumentParser(description="GRPO with an NVFP4 rollout", allow_abbrev=False)
+    for name, (cpu, gpu, limit, text) in SETTINGS.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=type(cpu),
+                            choices=limit if isinstance(limit, list) else None,
+                            help=f"{text} ({cpu})" if cpu == gpu else f"{text} ({cpu}, gpu: {gpu})")
+    parser.add_argument("--resume", help="folder of a run to go on with; --steps 0 evaluates it")
+    given = {k: v for k, v in vars(parser.parse_args(argv)).items() if v is not None}
+    resume, saved = given.pop("resume", None), None
+    if resume is not None:
+        saved = load_checkpoint(Path(resume) / "checkpoint.pt")
+        own = {**{k: v[0] for k, v in SETTINGS.items()}, **saved["settings"], "out": resume}
+        s = {**own, **given}
+        free = MAY_CHANGE + MAY_CHANGE_IF_0_STEPS * (s["steps"] == 0)
+        for k in [k for k in given if k not in free and s[k] != own[k]]:
+            raise ValueError(f"the run in {resume} has {k} = {own[k]}, not {s[k]}: leave the flag "
+                             "out, or start a new run (--steps 0 evaluates this one with another "
+                             f"{', '.join(MAY_CHANGE_IF_0_STEPS)}).")
+    else:
+        device = given.get("device") or ("cuda" if torch.cuda.is_available() else "cpu")
+        preset = given.get("preset") or ("gpu" if device == "cuda" else "cpu")
+        s = {k: v[preset == "gpu"] for k, v in SETTINGS.items()}
+        s.update(device=device, data="hub" if device == "cuda" else "builtin")
+        home_made = given.get("data", s["data"]) == "builtin"
+        s.update(sloppy=0.7 if home_made else 0.0, max_new_tokens=64 if home_made else 256)
+        if given.get("init"):           # a trained model: no warm-up, and small steps
+            s.update(sft_steps=0, lr=1e-6, max_new_tokens=256)
+        s.update(given)
+        if s["init"] and s["sft_steps"]:
+            raise ValueError("--init takes a trained model, without warm-up: drop --sft-steps.")
+        s["init"] = s["init"] and find(s["init"])
+        s["out"] = s["out"] or f"runs/{s['recipe']}-seed{s['seed']}"
+        s["data"] = s["data"] if s["data"] in ("builtin", "hub") else str(Path(s["data"]).resolve())
+    if s["export"] and (saved is None or Path(s["export"]).exists()):
+        raise ValueError(f"--export {s['export']} needs --resume RUN, and a folder not there yet.")
+    for k, (_, _, limit, _) in SETTINGS.items():
+        if isinstance(limit, (int, float)) and not limit <= s[k] < 1e9:
+            raise ValueError(f"{k} = {s[k]} is out of range: from {limit} to below 1e9.")
+    if s["device"] == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda, but PyTorch sees no GPU here: use --device cpu.")
+    return argparse.Namespace(**s), saved
+
+
+# --- Its files -----------------------------------------------------------------------------------
+
+def save_file(path, save):
+    """Let save(temporary path) write a file, then rename it: a crash leaves the old one intact."""
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        save(temporary)
+    except RuntimeError as error:                # torch.save's way to say that the disk is full
+        raise OSError(f"{path} cannot be written: {error}") from error
+    os.replace(temporary, path)
+
+
+SAVED = {"settings", "config", "sft_step", "step", "rows", "tokenizer", "energy", "model",
+         "optimizer"}                              # what Run.save writes
+
+
+def load_checkpoint(path):
+    """A run's checkpoint.pt as the dict that train.py wrote, on the CPU.
+
+    Raises ValueError, one sentence, for a missing, truncated or foreign file.
+    """
+    path = Path(path)
+    if not path.exists():
+        raise ValueError(f"there is no {path}: --resume takes the folder of a run.")
+    try:
+        saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as e:      # a dozen types, depending on where a file was cut
+        raise ValueError(f"{path} cannot be read ({type(e).__name__}): it is truncated or no "
+                         "checkpoint. Take a copy of it, or start a new run.") from e
+    if not (isinstance(saved, dict) and saved.get("format") == "quads-1" and SAVED <= saved.keys()):
+        raise ValueError(f"{path} was not written by this program: start a new run.")
+    return saved
+
+
+# --- Where it comes from -------------------------------------------------------------------------
 
 def find(name):
     """The folder of a checkpoint: itself, or the Hub's by that name, from the cache if offline."""
@@ -176,6 +295,7 @@ def build(s, config, saved):
     with torch.device(s.device if s.init else "cpu"):     # a large one must not need host memory
         model = MoETransformer(config, torch.bfloat16 if s.device == "cuda" else torch.float32,
                                recompute=bool(s.init)).to(s.device)
+    model.set_outliers(s.outliers, s.outlier_blocks)
     if s.init and not saved:
         load_weights(s.init, model)
     return model

@@ -12,7 +12,6 @@ The loop in five words: sync, rollout, reward, update, log. Before it a new mode
 bit of reward an answer cannot teach arithmetic. Most home-made demonstrations are *sloppy*: well
 calculated, but the last step is missing or wrong. GRPO then selects the careful answers.
 """
-import argparse
 import json
 import os
 import random
@@ -30,87 +29,12 @@ import checkpoint
 import gsm8k
 import grpo
 import qat
-from moe import PRESETS, MoETransformer, load_checkpoint, save_file
 from nvfp4 import kernel_path
 from rollout import Rollout, micro_batches, sequence_logp
-from start import begin, build, data, find, fits, micro_tokens
+from start import begin, build, data, fits, micro_tokens, save_file, settings
 
-# --- Settings, a flag each: defaults with the presets cpu and gpu, choices or lowest value --------
-SETTINGS = {
-    "recipe":         ("quads", "quads", list(qat.RECIPES), "precision of both sides"),
-    "preset":         ("cpu", "gpu", list(PRESETS), "size of a new model, by default by device"),
-    "init":           ("", "", None, "folder or Hub id of a Qwen3-MoE checkpoint to start from"),
-    "export":         ("", "", None, "new folder for the model of --resume, in BF16 and in NVFP4"),
-    "data":           ("builtin", "hub", None, "builtin, hub (GSM8K, Hugging Face) or a folder"),
-    "seed":           (0, 0, 0, "of the weights, the problems and the samples"),
-    "device":         ("cpu", "cuda", ["cpu", "cuda"], "by default cuda if there is one"),
-    "threads":        (2, 0, 0, "CPU threads, at most what there is; 0: PyTorch's own choice"),
-    "out":            ("", "", None, "folder of the run, by default runs/RECIPE-seedN"),
-    "sft_steps":      (700, 6000, 0, "supervised steps before GRPO"),
-    "sft_batch":      (16, 64, 1, "demonstrations a warm-up step"),
-    "sft_lr":         (3e-3, 1e-3, 0, "learning rate of the warm-up; falls linearly to a tenth"),
-    "sloppy":         (0.7, 0.0, 0, "chance that a demonstration is careless; 0 on GSM8K"),
-    "steps":          (50, 100, 0, "GRPO steps in all; 0 stops after an evaluation"),
-    "prompts":        (32, 64, 1, "problems a step"),
-    "group":          (8, 16, 2, "answers to each problem"),
-    "lr":             (3e-4, 3e-5, 0, "learning rate of GRPO"),
-    "temperature":    (1.0, 1.0, 1e-3, "of the sampled answers"),
-    "max_new_tokens": (64, 256, 1, "longest answer, a cut one earns 0; 256 on GSM8K"),
-    "rac_ratio":      (0.5, 0.5, 0, "share of the blocks that get RAC's second pass"),
-    "correction":     ("none", "none", ["none", "tis", "mask"], "importance weights for the gap"),
-    "clip_high":      (0.2, 0.2, 0, "the ratio is clipped to 0.8 .. 1 + this"),
-    "eval_every":     (10, 20, 1, "steps between evaluations"),
-    "eval_problems":  (256, 512, 2, "held-out problems an evaluation"),
-    "save_every":     (1, 10, 1, "steps between checkpoints"),
-}
-MAY_CHANGE = "steps eval_every eval_problems save_every device threads export".split()    # --resume
-MAY_CHANGE_IF_0_STEPS = ["recipe", "rac_ratio", "max_new_tokens", "data"]
 SHOWN = ("reward gap_mean gap_max router_agreement entropy grad_norm answer_tokens truncated "
          "zero_std_groups rollout_tok_s step_s").split()     # after each step; gaps in nats
-
-
-def settings(argv):
-    """Flags -> (settings, checkpoint or None). Raises ValueError where they make no sense."""
-    parser = argparse.ArgumentParser(description="GRPO with an NVFP4 rollout", allow_abbrev=False)
-    for name, (cpu, gpu, limit, text) in SETTINGS.items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=type(cpu),
-                            choices=limit if isinstance(limit, list) else None,
-                            help=f"{text} ({cpu})" if cpu == gpu else f"{text} ({cpu}, gpu: {gpu})")
-    parser.add_argument("--resume", help="folder of a run to go on with; --steps 0 evaluates it")
-    given = {k: v for k, v in vars(parser.parse_args(argv)).items() if v is not None}
-    resume, saved = given.pop("resume", None), None
-    if resume is not None:
-        saved = load_checkpoint(Path(resume) / "checkpoint.pt")
-        own = {"init": "", "export": "", **saved["settings"], "out": resume}
-        s = {**own, **given}
-        free = MAY_CHANGE + MAY_CHANGE_IF_0_STEPS * (s["steps"] == 0)
-        for k in [k for k in given if k not in free and s[k] != own[k]]:
-            raise ValueError(f"the run in {resume} has {k} = {own[k]}, not {s[k]}: leave the flag "
-                             "out, or start a new run (--steps 0 evaluates this one with another "
-                             f"{', '.join(MAY_CHANGE_IF_0_STEPS)}).")
-    else:
-        device = given.get("device") or ("cuda" if torch.cuda.is_available() else "cpu")
-        preset = given.get("preset") or ("gpu" if device == "cuda" else "cpu")
-        s = {k: v[preset == "gpu"] for k, v in SETTINGS.items()}
-        s.update(device=device, data="hub" if device == "cuda" else "builtin")
-        home_made = given.get("data", s["data"]) == "builtin"
-        s.update(sloppy=0.7 if home_made else 0.0, max_new_tokens=64 if home_made else 256)
-        if given.get("init"):           # a trained model: no warm-up, and small steps
-            s.update(sft_steps=0, lr=1e-6, max_new_tokens=256)
-        s.update(given)
-        if s["init"] and s["sft_steps"]:
-            raise ValueError("--init takes a trained model, without warm-up: drop --sft-steps.")
-        s["init"] = s["init"] and find(s["init"])
-        s["out"] = s["out"] or f"runs/{s['recipe']}-seed{s['seed']}"
-        s["data"] = s["data"] if s["data"] in ("builtin", "hub") else str(Path(s["data"]).resolve())
-    if s["export"] and (saved is None or Path(s["export"]).exists()):
-        raise ValueError(f"--export {s['export']} needs --resume RUN, and a folder not there yet.")
-    for k, (_, _, limit, _) in SETTINGS.items():
-        if isinstance(limit, (int, float)) and not limit <= s[k] < 1e9:
-            raise ValueError(f"{k} = {s[k]} is out of range: from {limit} to below 1e9.")
-    if s["device"] == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device cuda, but PyTorch sees no GPU here: use --device cpu.")
-    return argparse.Namespace(**s), saved
 
 
 class Run:
@@ -126,7 +50,7 @@ class Run:
         config, self.tokenizer, self.prompt = begin(s, saved, rows)
         self.memory = fits(s, config, self.tokenizer, self.prompt, rows + self.official)
         self.model = build(s, config, saved)
-        self.rollout = Rollout(self.model, s.recipe, s.rac_ratio)
+        self.rollout = Rollout(self.model, s.recipe, s.rac_ratio, s.rac_coverage)
         self.new_optimizer()
         if saved:
             self.model.load_state_dict(saved["model"])

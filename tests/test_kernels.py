@@ -146,6 +146,22 @@ def test_quantizer_bytes(kernels, K, blocks, dtype):
     assert_same([operand], [nvfp4.fold(q_ref, r_ref, blocks)])
 
 
+@pytest.mark.parametrize("blocks", [(), (1, 4, 7), range(9)])
+def test_places_that_coverage_left_over(kernels, blocks):
+    """K/16 fills the list of chosen blocks up. It adds nothing: scale 0, and the same operand."""
+    x, S = randn(7, 144).bfloat16().to(DEVICE), len(blocks)
+    filled = ids(*blocks, *[9] * (9 - S)).to(DEVICE)
+    want = rac.compensate_kernels(x, ids(*blocks).to(DEVICE), True, True)
+    q, r, energy, operand = rac.compensate_kernels(x, filled, True, True)
+    assert_same((*q, energy, operand), (*want[0], *want[2:]))
+    assert_same((r.codes[:, :8 * S].contiguous(), r.scales[:, :S].contiguous()), want[1][:2])
+    assert r.scales.shape == (7, 9) and (r.scales[:, S:].float() == 0).all()
+    w, counts = quantize(randn(2, 48, 144).to(DEVICE)), torch.tensor([3, 4], device=DEVICE)
+    y, full = (rac.compensated_grouped_matmul(x, w, counts, chosen)[0]
+               for chosen in (ids(*blocks).to(DEVICE), filled))
+    assert (y - full).norm() < 1e-6 * y.norm()
+
+
 def test_quantizer_at_every_number_of_rows(kernels):
     """Faults 6 and 18: padding, or an output that stays unwritten, at some M."""
     for M in range(1, 131) if GPU else (1, 2, 17, 33, 130):

@@ -11,7 +11,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import moe  # noqa: E402
-from moe import PRESETS, Config, MoE, MoETransformer, load_checkpoint  # noqa: E402
+from moe import PRESETS, Config, MoE, MoETransformer  # noqa: E402
 
 torch.set_num_threads(1)
 MODES = ["none", "w4a16", "w4a4"]
@@ -110,6 +110,45 @@ def test_router_is_fp32_and_its_ties_go_to_the_lower_expert():
     assert torch.equal(batch, alone) and (batch == 0).any()
     for ids in batch.tolist():
         assert 2 not in ids or 0 in ids and ids.index(0) < ids.index(2)
+
+
+# --- Outliers --------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("strength, blocks", [(64, 1), (64, 2), (32, 2)])
+def test_outliers_leave_the_function_bit_for_bit(dtype, strength, blocks):
+    """Logits and gradients, if the strength is a power of two; what NVFP4 makes of it differs."""
+    model, ids, inputs = tiny(dtype), some_ids(3, 20), {}
+
+    def results(mode):
+        model.set_qat(mode)
+        model.zero_grad(set_to_none=True)
+        logits = model(ids)
+        logits.square().sum().backward()
+        return [logits.detach(), *(p.grad for p in model.parameters())]
+
+    plain, rounded = results("none"), results("w4a16")
+    product = model.blocks[0].moe.product
+    model.blocks[0].moe.product = lambda x, name, counts: inputs.setdefault(name, []).append(
+        x.detach().float()) or product(x, name, counts)
+    results("none")
+    model.set_outliers(strength, blocks)
+    assert all(torch.equal(a, b) for a, b in zip(plain, results("none")))
+    assert not close(results("w4a16")[0], rounded[0], 1e-3)
+    # One channel in each of so many blocks: `blocks` of 2 before gate_up, the same share of 3.
+    for name, count in (("gate_up", blocks), ("down", {1: 2, 2: 3}[blocks])):
+        before, after = inputs[name][:2]
+        channels = (after != before).any(0).nonzero()[:, 0]
+        assert torch.equal(after[:, channels], strength * before[:, channels])
+        assert len(channels) == count and len(set((channels // 16).tolist())) == count
+    model.set_outliers(0, blocks)                             # and out again
+    assert all(torch.equal(a, b) for a, b in zip(rounded, results("w4a16")))
+
+
+def test_outliers_that_make_no_sense():
+    for wrong in ((64, 3), (64, 0), (0.5, 1), (float("nan"), 1)):
+        with pytest.raises(ValueError, match=f"--outliers {wrong[0]} .*1 to 2 blocks"):
+            tiny().set_outliers(*wrong)
 
 
 # --- The load-balancing loss -----------------------------------------------------------------
@@ -311,24 +350,3 @@ def test_presets_have_the_stated_sizes():
         c = PRESETS[name]
         assert c.end_id < c.real_vocab <= c.vocab_size and c.heads % c.kv_heads == 0
         assert c.d_model % 16 == c.expert_width % 16 == 0             # blocks of NVFP4
-
-
-# --- Files ------------------------------------------------------------------------------------
-
-def test_load_checkpoint_explains_what_is_wrong(tmp_path):
-    path = tmp_path / "checkpoint.pt"
-    with pytest.raises(ValueError, match="there is no .*checkpoint.pt"):
-        load_checkpoint(path)
-    torch.save({"format": "quads-1", "step": 3, "w": torch.arange(1000)}, path)
-    assert load_checkpoint(path)["step"] == 3
-    path.write_bytes(path.read_bytes()[:1500])
-    with pytest.raises(ValueError, match="cannot be read"):
-        load_checkpoint(path)
-    path.write_bytes(b"not a checkpoint at all")
-    with pytest.raises(ValueError, match="cannot be read"):
-        load_checkpoint(path)
-    for wrong in ({"model": torch.ones(2)}, {"format": "other"}, torch.ones(3), [1, 2]):
-        torch.save(wrong, path)
-        with pytest.raises(ValueError, match="not written by this program"):
-            load_checkpoint(path)
-

@@ -79,12 +79,32 @@ def test_select_blocks():
     for count in range(1, 20):
         for ratio in RATIOS:
             assert len(rac.select_blocks(randn(count), ratio)) == round(ratio * count)
-    for ratio in (-0.01, 1.01, float("nan")):
-        with pytest.raises(ValueError, match=f"0 to 1; got {ratio}"):
-            rac.select_blocks(energy, ratio)
+    for bad in (-0.01, 1.01, float("nan")):
+        for wrong in ((bad, 0), (0.5, bad)):
+            with pytest.raises(ValueError, match=f"0 to 1; got {wrong[0]}, {wrong[1]}"):
+                rac.select_blocks(energy, *wrong)
     for bad in (float("nan"), float("inf")):
         with pytest.raises(ValueError, match="not finite"):
             rac.select_blocks(torch.tensor([1.0, bad]), 0.5)
+
+
+def test_coverage():
+    """The fewest blocks that hold the share; 8 fills the list up; no energy chooses nothing."""
+    energy = torch.tensor([1.0, 5, 3, 5, 0, 3, 9, 3])                  # 29 in all
+    for share, chosen in ((9 / 29, [6]), (9.1 / 29, [1, 6]), (0.5, [1, 3, 6]),
+                          (19.5 / 29, [1, 2, 3, 6]), (1, [0, 1, 2, 3, 5, 6, 7])):
+        blocks = rac.select_blocks(energy, 0.5, share)
+        assert blocks.dtype == torch.long and blocks.tolist() == chosen + [8] * (8 - len(chosen))
+    assert rac.select_blocks(torch.zeros(4), 0.5, 0.9).tolist() == [4] * 4
+
+
+def test_places_left_over_change_nothing():
+    x, w, counts = randn(12, 128), quantize(randn(3, 48, 128)), torch.tensor([5, 0, 7])
+    for chosen in ([], [0, 5], [1, 2, 7]):
+        y, energy = rac.compensated_grouped_matmul(x, w, counts, ids(*chosen))
+        filled = ids(*chosen, *[8] * (8 - len(chosen)))
+        full, same = rac.compensated_grouped_matmul(x, w, counts, filled)
+        assert torch.equal(y, full) and torch.equal(energy, same)
 
 
 # --- 3. Apply ------------------------------------------------------------------------------------

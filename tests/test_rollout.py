@@ -339,6 +339,25 @@ def test_the_trainers_weights_are_the_rollouts(dtype):
                 assert torch.equal(s, w[2]) and not torch.equal(w[0], old[f"{layer, name} 0"])
 
 
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_outliers_reach_the_rollout(recipe):
+    """BF16 does not see them, NVFP4 does; RAC's blocks find them; both sides round one weight."""
+    model = tiny()
+    before = synced(model, recipe).generate(PROMPTS, 2, 8, 1.0, seed=0)
+    model.set_outliers(64, 2)                                      # channels 0 and 32 of 64
+    rollout = synced(model, recipe)
+    after = rollout.generate(PROMPTS, 2, 8, 1.0, seed=0)
+    same = all(torch.equal(a, b) for a, b in zip(before, after))
+    assert same == (recipe == "bf16")
+    for (layer, name), w in rollout.weights.items():
+        if recipe in ("nvfp4", "rac"):
+            values, s = qat.operand(model.blocks[layer].moe.weight(name))
+            assert torch.equal(values, nvfp4.block_values(nvfp4.NVFP4(*w), values.dtype))
+            assert torch.equal(s, w[2])
+        if recipe == "rac":
+            assert rollout.blocks[layer, name].tolist() == [0, 2]
+
+
 def test_every_expert_keeps_its_own_scale():
     """Fault: gate's scale was used for up (vllm 54974), or one expert's for all."""
     model = tiny()
@@ -373,7 +392,7 @@ def test_errors_say_what_to_do():
     with pytest.raises(ValueError, match="unknown recipe 'fp4'.*quads"):
         Rollout(model, "fp4")
     for ratio in (-0.1, 1.1):
-        with pytest.raises(ValueError, match="rac-ratio"):
+        with pytest.raises(ValueError, match="--rac-ratio, --rac-coverage"):
             Rollout(model, "quads", ratio)
     with pytest.raises(RuntimeError, match="sync"):
         Rollout(model, "bf16").generate(PROMPTS, 1, 4, 1.0, 0)
@@ -386,6 +405,24 @@ def test_errors_say_what_to_do():
         with pytest.raises(ValueError, match="temperature >= 0, group >= 1"):
             rollout.generate(PROMPTS, *numbers, 0)
     assert rollout.generate([], 4, 6, 1.0, 0)[0].shape == (0, 6)
+
+
+def test_coverage_chooses_anew_in_the_same_memory():
+    """Fault it guards against: a captured graph that reads a list of another length."""
+    model = tiny()
+    rollout = Rollout(model, "quads", rac_coverage=0.6)
+    rollout.sync(PROMPTS)
+    pointers, counts = {k: b.data_ptr() for k, b in rollout.blocks.items()}, set()
+    for step in range(3):
+        rollout.generate(PROMPTS, 4, 10, 1.0, seed=step)
+        randomize(model, seed=step + 1)
+        rollout.sync()
+        for key, blocks in rollout.blocks.items():
+            energy, KB = rollout.energy[key], len(rollout.energy[key])
+            held = energy[blocks[blocks < KB]].sum() / energy.sum()
+            assert blocks.data_ptr() == pointers[key] and len(blocks) == KB and held >= 0.6
+            counts.add(int((blocks < KB).sum()))
+    assert max(counts) < 4 and min(counts) > 0
 
 
 def test_a_failed_calibration_leaves_no_half_synced_rollout():

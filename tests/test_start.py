@@ -67,7 +67,8 @@ def folder(tmp_path):
 def arguments(**changes):
     return argparse.Namespace(**{
         "device": "cpu", "recipe": "quads", "init": "", "preset": "cpu", "prompts": 6, "group": 4,
-        "eval_problems": 8, "max_new_tokens": 16, "seed": 0} | changes)
+        "eval_problems": 8, "max_new_tokens": 16, "seed": 0, "outliers": 0,
+        "outlier_blocks": 1} | changes)
 
 
 # --- The prompt -----------------------------------------------------------------------------------
@@ -217,3 +218,27 @@ def test_too_little_memory_is_one_sentence_before_anything_is_there(monkeypatch,
 
 def test_what_is_there_is_the_machines():
     assert 1e8 < start.available("cpu") < 1e14
+
+
+# --- Files ------------------------------------------------------------------------------------
+
+def test_load_checkpoint_explains_what_is_wrong(tmp_path):
+    path = tmp_path / "checkpoint.pt"
+    with pytest.raises(ValueError, match="there is no .*checkpoint.pt"):
+        start.load_checkpoint(path)
+    whole = dict.fromkeys(start.SAVED, 0) | {"format": "quads-1", "step": 3,
+                                             "w": torch.arange(1000)}
+    torch.save(whole, path)
+    assert start.load_checkpoint(path)["step"] == 3
+    path.write_bytes(path.read_bytes()[:1500])
+    with pytest.raises(ValueError, match="cannot be read"):
+        start.load_checkpoint(path)
+    path.write_bytes(b"not a checkpoint at all")
+    with pytest.raises(ValueError, match="cannot be read"):
+        start.load_checkpoint(path)
+    lacking = {key: value for key, value in whole.items() if key != "energy"}
+    for wrong in ({"model": torch.ones(2)}, whole | {"format": "other"}, torch.ones(3), lacking):
+        torch.save(wrong, path)
+        with pytest.raises(ValueError, match="not written by this program"):
+            start.load_checkpoint(path)
+

@@ -352,7 +352,7 @@ def command(*flags):
     (["--recipy", "quads"], "unrecognized arguments: --recipy"),
     (["--rec", "quads"], "unrecognized arguments"),
     (["--steps", "-1"], "steps = -1 is out of range"),
-    (["--rac-ratio", "1.5"], "--rac-ratio is a share of the blocks, 0 to 1; got 1.5"),
+    (["--rac-ratio", "1.5"], "--rac-ratio, --rac-coverage must be 0 to 1; got 1.5, 0"),
     (["--group", "0"], "group = 0 is out of range"),
     (["--lr", "nan"], "lr = nan is out of range"),
     (["--resume", ""], "there is no checkpoint.pt"),

@@ -1,0 +1,210 @@
+"""python -m pytest tests/test_reproduce.py (a minute). The subcommands at toy size: files, tables,
+what each measures, and going on after a crash."""
+import argparse
+import contextlib
+import csv
+import functools
+import io
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+import qat  # noqa: E402
+import reproduce  # noqa: E402
+import train  # noqa: E402
+from moe import Config, MoETransformer  # noqa: E402
+from rollout import Rollout  # noqa: E402
+from start import load_checkpoint  # noqa: E402
+
+torch.set_num_threads(1)
+TINY = ("--sft-steps 20 --sft-batch 8 --prompts 4 --group 4 --max-new-tokens 16 --eval-problems 8 "
+        "--data builtin --device cpu").split()
+FEW = "--steps 2 --seeds 0 1".split()
+
+
+def command(out, *flags):
+    """The real command, whose runs are processes."""
+    return subprocess.run([sys.executable, "reproduce.py", *flags, "--out", out], cwd=ROOT,
+                          capture_output=True, text=True, timeout=200)
+
+
+def finish(args, folders):
+    """Instead of reproduce.finish: the runs one after another in this process, which is faster."""
+    for folder in folders:
+        if load_checkpoint(folder / "checkpoint.pt")["step"] < args.steps:
+            train.main(["--resume", str(folder)])
+
+
+def here(out, *flags):
+    """What a subcommand prints."""
+    text = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(text):
+        patch.setattr(reproduce, "finish", finish)
+        patch.setattr(reproduce, "trained", functools.partial(reproduce.trained, problems=8))
+        patch.setattr(sys.stdout, "reconfigure", lambda **_: None, raising=False)
+        reproduce.main([*flags, "--out", str(out)])
+    return text.getvalue()
+
+
+def table(text):
+    """The rows of the last Markdown table, as lists of cells."""
+    rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
+    return rows[1:]
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory):
+    """recipes nvfp4 and quads, two seeds, two steps."""
+    out = tmp_path_factory.mktemp("reproduce")
+    return out, here(out, "recipes", "--recipes", "nvfp4", "quads", *FEW, *TINY)
+
+
+def test_recipes_writes_what_it_says(done):
+    out, text = done
+    assert (out / "recipes-x64.png").read_bytes()[1:4] == b"PNG" and not list(out.glob("**/*.tmp"))
+    with open(out / "recipes-x64.csv") as file:
+        rows = list(csv.DictReader(file))
+    assert [(r["recipe"], r["seed"], r["step"]) for r in rows] == [
+        (name, seed, step) for seed in "01" for name in ("nvfp4", "quads") for step in "012"]
+    shown = {cells[0]: cells for cells in table(text)}
+    assert list(shown) == ["nvfp4", "quads"] and shown["quads"][-1] == "72.86"
+    for name, cells in shown.items():
+        of_seed = [[r for r in rows if r["recipe"] == name and r["seed"] == s] for s in "01"]
+        gaps = [np.mean([float(r["gap_mean"]) for r in rows if r["gap_mean"]]) for rows in of_seed]
+        error = np.std(gaps, ddof=1) / 2**0.5
+        assert cells[4] == cells[5] == f"{np.mean(gaps):.4f} ± {error:.4f}"
+        ends = [float(rows[-1]["solved"]) for rows in of_seed]
+        assert cells[1].startswith(f"{np.mean(ends):.3f} ± ")
+        assert cells[6] == f"{max(float(r['gap_max'] or 0) for r in sum(of_seed, [])):.1f}"
+    assert "commit" in text and "2 seed(s), 2 steps, outliers: 64 times, in 4 blocks" in text
+
+
+def test_all_runs_of_a_seed_start_from_one_warm_up(done):
+    out, _ = done
+    for seed in (0, 1):
+        warm = load_checkpoint(out / f"warmup-seed{seed}" / "checkpoint.pt")
+        assert warm["sft_step"] == 20 and warm["step"] == 0 and warm["settings"]["outliers"] == 0
+        for name in ("nvfp4", "quads"):
+            run = load_checkpoint(out / f"{name}-x64-seed{seed}" / "checkpoint.pt")
+            assert run["settings"]["recipe"] == name and run["settings"]["outliers"] == 64
+            assert run["settings"]["seed"] == seed and run["step"] == 2
+        args = argparse.Namespace(out=out, steps=2, flags=[])
+        folder = reproduce.prepare(args, "new", seed, recipe="fp8")
+        fresh = load_checkpoint(folder / "checkpoint.pt")
+        assert fresh["settings"]["recipe"] == "fp8" and fresh["rows"] == [] == [*fresh["energy"]]
+        assert all(torch.equal(w, fresh["model"][k]) for k, w in warm["model"].items())
+
+
+def test_what_is_done_is_not_done_again(done):
+    out, _ = done
+    before = {path: path.stat().st_mtime_ns for path in out.glob("*/checkpoint.pt")}
+    here(out, "recipes", "--recipes", "quads", "nvfp4", *FEW)
+    assert before == {path: path.stat().st_mtime_ns for path in out.glob("*/checkpoint.pt")}
+    with pytest.raises(ValueError, match="quads-x64-seed0 was made with steps = 2, not 3"):
+        here(out, "recipes", "--recipes", "quads", "--steps", "3", "--seeds", "0")
+
+
+def test_an_interrupted_run_goes_on(done, tmp_path):
+    """The copy of a run after its warm-up is what a crash leaves: finished by the same command."""
+    out, _ = done
+    (tmp_path / "warmup-seed0").mkdir()
+    (tmp_path / "warmup-seed0" / "checkpoint.pt").write_bytes(
+        (out / "warmup-seed0" / "checkpoint.pt").read_bytes())
+    flags = "recipes --recipes nvfp4 --seeds 0 --steps 1".split()
+    whole = command(tmp_path, *flags)
+    assert whole.returncode == 0 and "warm-up" not in whole.stdout
+    first = load_checkpoint(tmp_path / "nvfp4-x64-seed0" / "checkpoint.pt")["rows"]
+    same = load_checkpoint(out / "nvfp4-x64-seed0" / "checkpoint.pt")["rows"][:2]
+    for a, b in zip(first, same):
+        assert {k: v for k, v in a.items() if not k.endswith(("_s", "_gb")) and k in b} == \
+            {k: v for k, v in b.items() if not k.endswith(("_s", "_gb")) and k in a}
+
+
+def test_ratio_falls(done):
+    out, _ = done
+    rows = table(here(out, "ratio", "--seeds", "0", "1"))
+    assert [row[0] for row in rows] == ["0%", "12.5%", "25%", "50%", "75%", "100%"]
+    with_outliers, without = ([float(row[i].split(" ± ")[0]) for row in rows] for i in (1, 5))
+    for mean in (with_outliers, without):
+        assert mean == sorted(mean, reverse=True) and mean[-1] < 0.5 * mean[0]
+    assert with_outliers[0] > 3 * without[0]          # outliers are what hurts, and 50% covers them
+    assert with_outliers[3] < 0.3 * with_outliers[0]
+    assert [row[-1] for row in rows] == ["~1.3", "0.923", "0.901", "0.854", "0.812", "0.759"]
+
+
+def test_layers_tells_the_two_errors_apart(done):
+    out, _ = done
+    rows = table(here(out, "layers", "--seeds", "0", "1"))
+    error = {row[0]: [float(cell.split(" ± ")[0]) for cell in row[1:]] for row in rows}
+    assert all(len(values) == 2 for values in error.values()) and len(error) == 8
+    for layer in (0, 1):
+        of = {name: values[layer] for name, values in error.items()}
+        both = of["rollout NVFP4, trainer BF16"]
+        assert of["weights rounded, activations not"] < both
+        assert of["activations rounded, weights not"] < both
+        # QAT takes the weights' part away, RAC the activations', together they leave the least.
+        assert of["rollout NVFP4, trainer W4A16"] < both
+        assert of["rollout NVFP4 + RAC 50%, trainer BF16"] < both
+        quads = of["rollout NVFP4 + RAC 50%, trainer W4A16"]
+        assert quads < min(of["rollout NVFP4, trainer W4A16"],
+                           of["rollout NVFP4 + RAC 50%, trainer BF16"])
+        assert quads < of["rollout NVFP4 + RAC 50%, trainer W4A4 (symmetric)"]
+
+
+def test_layer_output_forces_experts_and_leaves_no_trace():
+    torch.manual_seed(0)
+    model = MoETransformer(Config(d_model=32, expert_width=32, heads=2, kv_heads=1, head_dim=16))
+    moe, x = model.blocks[0].moe, torch.randn(9, 32)
+    routed = moe.route(x)
+    plain = moe(x)
+    assert torch.equal(reproduce.layer_output(moe, x, routed), plain.double())
+    other = (routed[0], 3 - routed[1])
+    assert not torch.equal(reproduce.layer_output(moe, x, other), plain.double())
+    w4a16 = reproduce.layer_output(moe, x, routed, "w4a16")
+    assert not torch.equal(w4a16, plain.double()) and moe.qat_mode == "none"
+    model.set_qat("w4a16")
+    assert torch.equal(moe(x).double(), w4a16)
+    model.set_qat("none")
+    assert torch.equal(moe(x), plain)
+    side = Rollout(model, "nvfp4")
+    side.sync()
+    reproduce.layer_output(side.model.blocks[0].moe, x, routed)
+    assert not torch.equal(side.model.blocks[0].moe(x), plain)       # its own product is back
+
+
+def test_limits(done):
+    """No outliers, three places for two strengths, and coverage; the share is what was chosen."""
+    out, _ = done
+    rows = table(here(out, "limits", "--seeds", "0", "--steps", "1"))
+    assert len(rows) == 10 and [row[1] for row in rows] == 7 * ["50% of the blocks"] + \
+        3 * ["95% of the residual"]
+    assert [row[0] for row in rows[:4]] == ["none"] + [
+        f"32 times, in {b} of 8 blocks" for b in (2, 4, 8)]
+    shares = [int(re.match(r"\d+", row[2])[0]) for row in rows]
+    assert shares[:7] == [50] * 7 and shares[7] < 50 < shares[9]
+    settings = load_checkpoint(out / "quads-x64-b8-c0.95-seed0" / "checkpoint.pt")["settings"]
+    assert settings["rac_coverage"] == 0.95 and settings["outlier_blocks"] == 8
+
+
+def test_errors(tmp_path):
+    with pytest.raises(ValueError, match="first run python reproduce.py recipes"):
+        here(tmp_path, "ratio")
+    with pytest.raises(SystemExit):
+        here(tmp_path, "recipes", "--tea", "1")
+    run = command(tmp_path, *"recipes --recipes bf16 --outlier-blocks 9 --seeds 0".split(), *TINY)
+    assert run.returncode == 1 and len(run.stderr.splitlines()) == 1
+    assert "bf16-x64-seed0 is not finished, see its log.txt" in run.stderr
+    assert "1 to 8 blocks" in (tmp_path / "bf16-x64-seed0" / "log.txt").read_text()
+
+
+def test_a_single_seed_has_no_error():
+    assert reproduce.cell([0.5]) == "0.500" and reproduce.over_seeds([0.5]) == (0.5, 0)
+    assert reproduce.cell([0.4, 0.6], 1) == "0.5 ± 0.1"
+    assert set(reproduce.PAPER) <= set(qat.RECIPES) and callable(train.warm_up)
