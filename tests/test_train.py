@@ -16,6 +16,7 @@ import torch
 
 import train
 from rollout import sequence_logp
+from start import load_checkpoint
 
 ROOT = Path(__file__).parents[1]
 TINY = ("--sft-steps 30 --sft-batch 8 --steps 4 --prompts 4 --group 4 --max-new-tokens 24 --threads"
@@ -191,7 +192,7 @@ def test_export_init_resume_export_init(whole, tmp_path):
 def test_an_imported_run_resumes_bit_for_bit(whole, tmp_path, monkeypatch):
     """2 steps = 1 + 1: bf16 moments and the noise that rounds them. (Rewards by a hash: the model
     solves nothing, and what is never right teaches nothing.)"""
-    saved = train.load_checkpoint(whole[0] / "checkpoint.pt")
+    saved = load_checkpoint(whole[0] / "checkpoint.pt")
     train.checkpoint.export_run(saved, tmp_path / "hf")
     monkeypatch.setattr(train.gsm8k, "grade", lambda text, gold: len(text) % 2)
     small = ["--init", str(tmp_path / "hf/bf16"), "--device", "cpu", "--threads", "1", "--group",
