@@ -158,10 +158,12 @@ class Rollout:
         self.cache = None       # L pairs of keys and values, each (B, G, S, head_dim)
         for block in model.blocks:
             block.moe.chosen = block.moe.balance = None      # a live graph cannot be copied
-        self.model = copy.deepcopy(model).requires_grad_(False)
+        experts = [p for block in model.blocks for p in (block.moe.gate_up, block.moe.down)]
+        self.model = copy.deepcopy(model, {id(p): p for p in experts})    # all but the experts:
         for layer, block in enumerate(self.model.blocks):
             del block.moe.gate_up, block.moe.down            # kept in self.weights instead, and
             block.moe.product = partial(self.product, layer)     # multiplied by self.product
+        self.model.requires_grad_(False)
         for name, p in self.model.named_parameters():
             if not name.endswith(("norm", "router")):        # those are small and stay fp32
                 p.data = p.data.to(model.dtype)

@@ -249,7 +249,7 @@ def memory(s, config, longest):
     solved = min(s.eval_problems, 256)                            # sequences at once in evaluate()
     always = {
         "fp32 weights": 4 * total, "AdamW's moments": (4 if s.init else 8) * total,
-        # evaluate() has no gradients, but a second rollout, which begins as a copy of the weights.
+        # (evaluate() has a second rollout, in BF16, but no gradients, which take more.)
         "gradients": 4 * total, "rollout": stored * experts + wide * (total - experts),
         "cache and routes": cache * max(R, solved)
         + 16 * R * s.max_new_tokens * c.layers * c.active}

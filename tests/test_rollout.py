@@ -387,6 +387,19 @@ def test_sync_refuses_nan_and_overwrites_nothing():
     assert same(before, state(rollout))
 
 
+def test_a_rollout_copies_no_expert_in_fp32(monkeypatch):
+    """They are nearly all of a model, and a copy of a large one would not fit beside it."""
+    model, copied = tiny(), []
+    clone = torch.Tensor.__deepcopy__
+    monkeypatch.setattr(torch.nn.Parameter, "__deepcopy__", lambda p, memo: copied.append(
+        p.shape) or torch.nn.Parameter(clone(p.data, memo), p.requires_grad))
+    rollout = Rollout(model, "bf16")
+    assert model.embedding.shape in copied and model.blocks[0].moe.down.shape not in copied
+    assert all(p.requires_grad for p in model.parameters())        # the trainer's stay as they are
+    assert not any(p.requires_grad for p in rollout.model.parameters())
+    assert not hasattr(rollout.model.blocks[0].moe, "down") and hasattr(model.blocks[0].moe, "down")
+
+
 def test_errors_say_what_to_do():
     model = tiny()
     with pytest.raises(ValueError, match="unknown recipe 'fp4'.*quads"):
