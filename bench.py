@@ -34,8 +34,8 @@ TOKENS = (1, 16, 64, 256, 1024, 8192)
 
 def heading():
     """What the numbers below belong to: device, versions, commit."""
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True,
-                            cwd=Path(__file__).parent).stdout.strip() or "unknown"
+    commit = subprocess.run("git describe --always --dirty", shell=True, capture_output=True,
+                            text=True, cwd=Path(__file__).parent).stdout.strip() or "unknown"
     gpu = torch.cuda.is_available()
     path, reason = nvfp4.kernel_path("cuda" if gpu else "cpu")
     return (f"{torch.cuda.get_device_name() if gpu else platform.machine()}, PyTorch "

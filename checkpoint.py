@@ -1,7 +1,7 @@
 """Real checkpoints in, servable checkpoints out: Hugging Face folders of the Qwen3-MoE family.
 
     python train.py --init FOLDER                 # read_config, load_weights, tokenizer_from_hf
-    python train.py --resume RUN --export FOLDER  # export_run: FOLDER/bf16 and FOLDER/nvfp4
+    python train.py --resume RUN --export FOLDER  # FOLDER/bf16 and FOLDER/nvfp4
 
 There each expert has three matrices, here those of all experts are stacked:
 
@@ -288,13 +288,3 @@ def export(model, tokenizer, folder, precision):
     for name, value in files.items():
         (temporary / name).write_text(json.dumps(value, indent=1), encoding="utf-8")
     temporary.rename(folder)
-
-
-def export_run(saved, folder):
-    """Writes folder/bf16 and folder/nvfp4. saved: a run's checkpoint.pt. ValueError as `export`."""
-    model = MoETransformer(Config(**saved["config"]))
-    model.load_state_dict(saved["model"])
-    source = saved["settings"].get("init") or gsm8k.tokenizer_from_json(saved["tokenizer"])
-    for precision in ("bf16", "nvfp4"):
-        export(model, source, folder / precision, precision)
-        print(f"{folder / precision}: the model after GRPO step {saved['step']}")

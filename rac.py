@@ -43,7 +43,7 @@ def select_blocks(energy, ratio, coverage=0):
 
     Ascending; among equals the lower id wins, on every device. ValueError outside 0..1. coverage
     (beyond the paper), if not 0: as few blocks as hold this share of the energy, in a list of K/16
-    places; K/16, no block, fills it up, so that a CUDA graph that reads it stays valid."""
+    places. K/16, no block, fills it up: its length never changes, so a sync can overwrite it."""
     if not (0 <= ratio <= 1 and 0 <= coverage <= 1):
         raise ValueError(f"--rac-ratio, --rac-coverage must be 0 to 1; got {ratio}, {coverage}.")
     if not torch.isfinite(energy).all():
@@ -168,9 +168,9 @@ def compensate_kernels(x, blocks, measure, fold):
 def compensate(x, blocks, measure=True):
     """Quantize x, and quantize its residual on the chosen blocks.
 
-    x: (M, K); blocks: (S,) ids below K/16, ascending (not checked). Returns (q, r, energy): q NVFP4
-    (M, K), row-scaled; r NVFP4 (M, 16 S); energy (K/16,) fp32 of the whole residual, for the next
-    choice. The residual reuses the row's s_global, so that one final scale does."""
+    x: (M, K); blocks: (S,) ids, ascending (not checked; to the kernel K/16 is no block). Returns
+    (q, r, energy): q NVFP4 (M, K), row-scaled; r NVFP4 (M, 16 S); energy (K/16,) fp32 of the whole
+    residual, for the next choice. The residual reuses s_global, so that one final scale does."""
     if kernel_path(x.device.type)[0] == "torch":
         return compensate_ref(x, blocks)
     return compensate_kernels(x, blocks, measure, False)[:3]
@@ -202,9 +202,9 @@ def compensated_grouped_matmul(x, w, counts, blocks, out_dtype=torch.float32, me
     if path == "emulated":
         q, r, energy, operand = compensate_kernels(x, blocks, measure, True)
     else:           # FP4 units multiply the places that `coverage` left over, too, but by scale 0
-        used = blocks[blocks < KB] if path == "torch" else blocks
-        q, r, energy = compensate(x, used, measure)
-        blocks = used.clamp(max=KB - 1)
+        real = blocks[blocks < KB] if path == "torch" else blocks
+        q, r, energy = compensate(x, real, measure)
+        blocks = real.clamp(max=KB - 1)
     return grouped_matmul(q, w, counts, out_dtype, r, blocks, operand), energy
 
 

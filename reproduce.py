@@ -6,19 +6,18 @@
     python reproduce.py layers           # then: how far expert outputs are apart, by layer
     python reproduce.py limits           # outliers that a fixed ratio of 50% no longer covers
 
-Small models trained from scratch have no activation outliers, and without them no recipe fails. So
-outliers are put in: a rescaling that leaves the function as it is, bit for bit (moe.set_outliers).
+(On a machine with a GPU add `--device cpu` for these.) Small models trained from scratch have no
+activation outliers, and without them no recipe fails. So outliers are put in: see moe.set_outliers.
 
 Every run is a folder of train.py, all runs of a seed start from one warm-up checkpoint, and what is
-done is not done again: after Ctrl-C the same command goes on. Flags that are not known here go to
-the warm-up, and hold for all its runs (`--device cuda --data FOLDER`). Tables are Markdown; figures
-and CSV files go to --out. "Deployed" means: greedy, in the recipe's own rollout precision.
+done is not done again: after Ctrl-C the same command goes on. Flags not known here go to train.py
+(`--data FOLDER`). "Deployed" means: greedy, in the recipe's own rollout precision.
 """
 import argparse
-import os
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -33,38 +32,40 @@ from rollout import Rollout, sequence_logp
 from start import load_checkpoint, save_file, settings
 
 PAPER = {"bf16": 73.15, "fp8": 72.88, "nvfp4": 51.37, "qat": 71.1, "quads": 72.86}     # pass@1, %
+COVERAGE = 0.95                                         # of the residual energy, for `limits`
 PAPER_RATIO = {0: "~1.3", 12.5: .923, 25: .901, 50: .854, 75: .812, 100: .759}     # largest gap
 
 
 # --- Runs ----------------------------------------------------------------------------------------
 
 def warm_up(args, seed):
-    """The folder of a seed's warm-up, done or resumed: the start of all its runs."""
+    """The warm-up of a seed, done or resumed, as train.py's Run: the start of all its runs."""
     out = args.out / f"warmup-seed{seed}"
-    started = (out / "checkpoint.pt").exists()
-    run = train.Run(*settings(
-        ["--resume", str(out), "--steps", "1"] if started else
-        ["--recipe", "bf16", "--seed", str(seed), "--out", str(out), *args.flags]))
-    if not started or run.sft_step < run.s.sft_steps:
+    flags = ["--resume", str(out)] if (out / "checkpoint.pt").exists() else \
+        ["--recipe", "bf16", "--seed", str(seed), "--out", str(out)]
+    run = train.Run(*settings(flags + args.flags))
+    if run.sft_step == 0 or run.sft_step < run.s.sft_steps:
         out.mkdir(parents=True, exist_ok=True)
         train.warm_up(run, stopping=[])
         run.save()
-    return out
+    return run
 
 
-def prepare(args, name, seed, **settings):
+def prepare(args, name, seed, **changes):
     """The folder of one run: at first a copy of the warm-up's checkpoint under other settings."""
     out = args.out / f"{name}-seed{seed}"
-    settings |= {"steps": args.steps, "threads": 1}
+    changes |= {"steps": args.steps, "threads": 1}
     if not (out / "checkpoint.pt").exists():
-        saved = load_checkpoint(warm_up(args, seed) / "checkpoint.pt")
-        saved["settings"].update(settings, out=str(out))
+        start = warm_up(args, seed)
+        saved = load_checkpoint(start.out / "checkpoint.pt")
+        saved["settings"].update(changes, out=str(out))
+        start.model.set_outliers(changes["outliers"], changes["outlier_blocks"])      # or raises
         out.mkdir(parents=True, exist_ok=True)
         save_file(out / "checkpoint.pt", lambda path: torch.save(saved, path))
-    found = load_checkpoint(out / "checkpoint.pt")["settings"]
-    for key in [key for key in settings if found[key] != settings[key]]:
-        raise ValueError(f"{out} was made with {key} = {found[key]}, not {settings[key]}: choose "
-                         "another --out, or the same flags as before.")
+    found = settings(["--resume", str(out), *args.flags])[1]["settings"]    # raises if flags differ
+    for key in [key for key in changes if found[key] != changes[key]]:
+        raise ValueError(f"{out} was made with {key} = {found[key]}, not {changes[key]}: choose "
+                         "another --out.")
     return out
 
 
@@ -74,31 +75,31 @@ def finish(args, folders):
         return [f for f in dict.fromkeys(folders)
                 if load_checkpoint(f / "checkpoint.pt")["step"] < args.steps]
 
-    waiting, running, start = unfinished(), {}, time.time()
-    while waiting or running:
-        while waiting and len(running) < args.jobs:
-            folder = waiting.pop(0)
-            with open(folder / "log.txt", "a", encoding="utf-8") as log:
-                running[folder] = subprocess.Popen(
-                    [sys.executable, Path(train.__file__), "--resume", folder], stdout=log,
-                    stderr=log, env=os.environ | {"PYTHONUNBUFFERED": "1"})
-        for folder in [f for f, process in running.items() if process.poll() is not None]:
-            status = running.pop(folder).returncode
-            print(f"{folder.name}: {'STOPPED' if status else 'done'} after "
-                  f"{(time.time() - start) / 60:.1f} minutes, {len(waiting + [*running])} to go")
-            waiting = [] if status else waiting
-        time.sleep(0.2)
+    def run(folder):
+        with open(folder / "log.txt", "a", encoding="utf-8") as log:
+            print(heading(), file=log, flush=True)
+            status = subprocess.run([sys.executable, "-u", train.__file__, "--resume", folder,
+                                     *args.flags], stdout=log, stderr=log).returncode
+        print(f"{folder.name}: {'STOPPED' if status else 'done'} after "
+              f"{(time.time() - start) / 60:.1f} minutes", flush=True)
+
+    start, pool = time.time(), ThreadPoolExecutor(args.jobs)
+    try:
+        list(pool.map(run, unfinished()))
+    finally:                # Ctrl-C reaches the runs, too: each finishes its step and saves
+        pool.shutdown(cancel_futures=True)
     for folder in unfinished():
         raise ValueError(f"{folder} is not finished, see its log.txt: give the same command again.")
 
 
 def over_seeds(values):
-    """Mean and standard error, which is 0 for a single seed: there is no telling."""
+    """Mean and standard error. (A single seed has none, and 0 stands for it.)"""
     return np.mean(values), np.std(values, ddof=1) / len(values)**0.5 if len(values) > 1 else 0
 
 
 def cell(values, digits=3):
-    return " ± ".join(f"{value:.{digits}f}" for value in over_seeds(values)[:len(values)])
+    mean, error = over_seeds(values)
+    return f"{mean:.{digits}f}" + (f" ± {error:.{digits}f}" if len(values) > 1 else "")
 
 
 # --- recipes: who collapses ----------------------------------------------------------------------
@@ -140,20 +141,18 @@ def recipes(args):
     finish(args, folders.values())
     runs = {key: load_checkpoint(folder / "checkpoint.pt")["rows"]
             for key, folder in folders.items()}
-    rows = [{"recipe": key[0], "seed": key[1], **row} for key in runs for row in runs[key]]
+    rows = [{"recipe": name, "seed": str(seed)} | {c: f"{v:.6g}" for c, v in row.items()}
+            for (name, seed), rows in runs.items() for row in rows]
     columns = list(dict.fromkeys(column for row in rows for column in row))
-    lines = [columns] + [[f"{row[c]:.6g}" if isinstance(row.get(c), float) else str(row.get(c, ""))
-                          for c in columns] for row in rows]
+    lines = [columns] + [[row.get(column, "") for column in columns] for row in rows]
     save_file(args.out / f"recipes-x{strength}.csv",
               lambda path: path.write_text("".join(",".join(line) + "\n" for line in lines)))
-    what = f"{strength} times, in {args.outlier_blocks} blocks" if strength else "none"
-    title = f"{len(args.seeds)} seed(s), {args.steps} steps, outliers: {what}"
-    drawing = figure(runs, names, args.seeds, title)
-    save_file(args.out / f"recipes-x{strength}.png",
-              lambda path: drawing.savefig(path, format="png", dpi=70))
+    title = f"seeds {args.seeds}, {args.steps} steps, outliers: {strength} x {args.outlier_blocks}"
+    save_file(args.out / f"recipes-x{strength}.png", lambda path: figure(
+        runs, names, args.seeds, title).savefig(path, format="png", dpi=70))
     print(f"\n{title}; held-out problems, greedy; mean ± standard error over seeds\n\n"
           "| recipe | deployed at the end | its weights in BF16 | reward, last 15 steps "
-          "| gap_mean, steps 1-5 | gap_mean, last 15 | largest gap | paper: pass@1 |\n"
+          "| gap_mean, steps 1-5 | gap_mean, last 15 | largest gap | paper: pass@1, % |\n"
           + "|---" * 8 + "|")
     for name in names:
         solved, bf16, reward, gap, largest = (
@@ -164,7 +163,6 @@ def recipes(args):
               f"| {cell([np.mean(v[:5]) for v in gap], 4)} "
               f"| {cell([np.mean(v[-15:]) for v in gap], 4)} "
               f"| {max(map(max, largest)):.1f} | {PAPER.get(name, 'not given')} |")
-    print(f"\nsee {args.out}/recipes-x{strength}.png and .csv")
 
 
 # --- ratio: what RAC closes ----------------------------------------------------------------------
@@ -172,9 +170,10 @@ def recipes(args):
 def trained(args, seed, problems=128):
     """A finished quads run of `recipes`; prompts; the same for each answer; ids and mask (R, T)."""
     folder = args.out / f"quads-x{args.outliers}-seed{seed}"
-    if not (folder / "checkpoint.pt").exists():
-        raise ValueError(f"there is no {folder}: first run python reproduce.py recipes.")
-    run = train.Run(*settings(["--resume", str(folder), "--steps", "0"]))
+    s, saved = settings(["--resume", str(folder), "--steps", "0", *args.flags])
+    if saved["step"] < args.steps:
+        raise ValueError(f"{folder} is not finished: first run python reproduce.py recipes.")
+    run = train.Run(s, saved)
     prompts = [run.prompt(problem) for problem in run.problems("test", "held out", problems)]
     sampler = Rollout(run.model, "bf16")
     sampler.sync()
@@ -188,8 +187,8 @@ def ratio(args):
     gaps = {}                                   # (share, strength) -> monitors, a dict a seed
     for seed in args.seeds:
         run, prompts, repeated, ids, mask = trained(args, seed)
-        for strength in (args.outliers, 0):
-            run.model.set_outliers(strength, args.outlier_blocks)
+        for strength in {args.outliers, 0}:
+            run.model.set_outliers(strength, run.s.outlier_blocks)
             run.model.set_qat("w4a16")
             logp_train, _, routes_train = sequence_logp(run.model, repeated, ids, mask, 1.0)
             run.model.set_qat("none")
@@ -197,13 +196,13 @@ def ratio(args):
                 rollout = Rollout(run.model, "rac", share / 100)
                 rollout.sync(prompts)           # RAC chooses its blocks on the prompts
                 logp, _, routes = sequence_logp(rollout.model, repeated, ids, mask, 1.0)
-                gap = grpo.mismatch(logp_train, logp, mask)
-                same = grpo.router_agreement(routes_train, routes, mask)
-                gaps.setdefault((share, strength), []).append({**gap, "same": same})
+                gaps.setdefault((share, strength), []).append({
+                    **grpo.mismatch(logp_train, logp, mask),
+                    "same": grpo.router_agreement(routes_train, routes, mask)})
     print(f"|logp_train - logp_rollout| in nats, trainer W4A16: the quads models of seeds "
-          f"{args.seeds}, 128 held-out prompts x 4 answers\n\n| RAC | mean | p99 | largest "
-          "| same experts | no outliers: mean | p99 | largest | same experts | paper: largest |\n"
-          + "|---" * 10 + "|")
+          f"{args.seeds}, outliers {args.outliers} times, {len(prompts)} held-out prompts x 4 "
+          "answers\n\n| RAC | mean | p99 | largest | same experts | no outliers: mean | p99 "
+          "| largest | same experts | paper: largest |\n" + "|---" * 10 + "|")
     for share in PAPER_RATIO:
         cells = [f"{share:g}%"]
         for found in (gaps[share, args.outliers], gaps[share, 0]):
@@ -215,79 +214,76 @@ def ratio(args):
 
 # --- layers: weight error, activation error, and what QAT cancels --------------------------------
 
-def layer_output(moe, x, routed, mode="none", product=None):
+def layer_output(moe, x, routed, mode="none"):
     """An MoE layer's output for x (S, D) with forced experts: `routed` is what `route` returned."""
-    moe.route, moe.qat_mode, own = lambda _: routed, mode, moe.product
-    moe.product = product or own
+    moe.route, moe.qat_mode = lambda _: routed, mode
     y = moe(x).double()                                                           # (S, D)
     del moe.route
-    moe.qat_mode, moe.product = "none", own
+    moe.qat_mode = "none"
     return y
 
 
 @torch.no_grad()
 def layers(args):
     """Both sides get the same inputs and the same experts. Their numerics differ as between real
-    engines: the rollout rounds activations to BF16 on the way in and between its two products, the
-    trainer keeps the dtype of training (fp32 on a CPU)."""
-    errors = {}
+    engines: the rollout holds all around its two products in BF16, their inputs, their outputs and
+    the layer's result; the trainer has the dtype of training (fp32 on a CPU)."""
+    errors, trainers = {}, {"BF16": "none", "W4A16": "w4a16", "W4A4 (symmetric)": "w4a4"}
     for seed in args.seeds:
         run, prompts, repeated, ids, mask = trained(args, seed)
-        sides = {"NVFP4": Rollout(run.model, "nvfp4"),
-                 "NVFP4 + RAC 50%": Rollout(run.model, "quads")}
-        for side in sides.values():
-            side.sync(prompts)
+        rollouts = {"NVFP4": Rollout(run.model, "nvfp4"),
+                    "NVFP4 + RAC 50%": Rollout(run.model, "quads")}
+        for rollout in rollouts.values():
+            rollout.sync(prompts)
         inputs = []                         # of each layer: x (S, D), and its weights and experts
-        for block in run.model.blocks:
-            block.moe.register_forward_hook(
-                lambda moe, x, y: inputs.append((x[0], moe.route(x[0]))))
+        hooks = [block.moe.register_forward_hook(
+            lambda moe, x, y: inputs.append((x[0], moe.route(x[0])))) for block in run.model.blocks]
         sequence_logp(run.model, repeated, ids, mask, 1.0)
-        for i, (block, (x, routed)) in enumerate(zip(run.model.blocks, inputs)):
-            def rounded(x, *rest, product=block.moe.product):                     # W16A4
-                return product(qat.fake_quantize(x, row_scaled=True), *rest)
-            exact, w4a16, w4a4 = (layer_output(block.moe, x, routed, mode)
-                                  for mode in ("none", "w4a16", "w4a4"))
-            pairs = {"weights rounded, activations not": (w4a16, exact), "activations rounded, "
-                     "weights not": (layer_output(block.moe, x, routed, "none", rounded), exact)}
-            for name, side in sides.items():
-                y = layer_output(side.model.blocks[i].moe, x.bfloat16(), routed)
-                pairs |= {f"rollout {name}, trainer {t}": (y, reference) for t, reference in (
-                    ("BF16", exact), ("W4A16", w4a16), ("W4A4 (symmetric)", w4a4))}
-            for name, (y, reference) in pairs.items():
-                error = ((y - reference).norm() / reference.norm()).item()
-                errors.setdefault(name, {}).setdefault(i, []).append(error)
-    print(f"Relative error of a layer's output: the quads models of seeds {args.seeds}, outliers "
-          f"{args.outliers} times\n\n| | " + " | ".join(f"layer {i}" for i in errors[name])
-          + " |\n" + "|---" * (1 + len(errors[name])) + "|")
+        for hook in hooks:
+            hook.remove()
+        for i, (x, routed) in enumerate(inputs):
+            y = {trainer: layer_output(run.model.blocks[i].moe, x, routed, mode)
+                 for trainer, mode in trainers.items()}
+            pairs = {"trainer W4A16, trainer BF16 (the weights' error alone)":
+                     (y["W4A16"], y["BF16"])}
+            for name, rollout in rollouts.items():
+                mine = layer_output(rollout.model.blocks[i].moe, x.bfloat16(), routed)
+                for trainer in trainers:
+                    pairs[f"rollout {name}, trainer {trainer}"] = (mine, y[trainer])
+            for name, (one, other) in pairs.items():
+                error = ((one - other).norm() / other.norm()).item()
+                errors.setdefault(name, [[] for _ in inputs])[i].append(error)
+    print(f"Relative difference of a layer's outputs: the quads models of seeds {args.seeds}, "
+          f"outliers {args.outliers} times\n\n| | "
+          + " | ".join(f"layer {i}" for i in range(len(inputs))) + " |\n|---"
+          + "|---" * len(inputs) + "|")
     for name, found in errors.items():
-        print(f"| {name} | " + " | ".join(cell(values, 4) for values in found.values()) + " |")
+        print(f"| {name} | {' | '.join(cell(values, 4) for values in found)} |")
 
 
 # --- limits: outliers in more blocks than half ---------------------------------------------------
 
 def limits(args):
     """quads with RAC 50%, and where that fails with --rac-coverage: see rac.select_blocks."""
-    config = load_checkpoint(warm_up(args, args.seeds[0]) / "checkpoint.pt")["config"]
-    total = config["d_model"] // rac.BLOCK
+    total = warm_up(args, args.seeds[0]).model.config.d_model // rac.BLOCK
     some = (total // 4, total // 2, total)
     folders = {(s, b, coverage): [prepare(
         args, f"quads-x{s}-b{b}-c{coverage:g}", seed, recipe="quads", outliers=s, outlier_blocks=b,
         rac_coverage=coverage) for seed in args.seeds]
         for s, b, coverage in ((0, 1, 0), *((32, b, 0) for b in some), *((64, b, 0) for b in some),
-                               *((64, b, args.coverage) for b in some))}
+                               *((64, b, COVERAGE) for b in some))}
     finish(args, sum(folders.values(), []))
     print(f"\nquads after {args.steps} steps, seeds {args.seeds}\n\n| outliers | second pass for "
-          "| that is | deployed | its weights in BF16 | seconds a step |\n" + "|---" * 6 + "|")
+          "| that is | deployed | its weights in BF16 |\n" + "|---" * 5 + "|")
     for (s, b, coverage), of_case in folders.items():
         ends = [load_checkpoint(folder / "checkpoint.pt") for folder in of_case]
-        chosen = [(rac.select_blocks(energy, 0.5, coverage) < len(energy)).sum() / len(energy)
-                  for end in ends for energy in end["energy"].values()]
-        solved, bf16, seconds = ([end["rows"][-1][column] for end in ends]
-                                 for column in ("solved", "solved_bf16", "step_s"))
-        print(f"| {f'{s} times, in {b} of {total} blocks' if s else 'none'} "
-              f"| {f'{coverage:.0%} of the residual' if coverage else '50% of the blocks'} "
-              f"| {np.mean(chosen):.0%} of the blocks | {cell(solved)} | {cell(bf16)} "
-              f"| {cell(seconds, 1)} |")
+        rac_ratio = ends[0]["settings"]["rac_ratio"]
+        chosen = [(rac.select_blocks(e, rac_ratio, coverage) < len(e)).sum() / len(e)
+                  for end in ends for e in end["energy"].values()]
+        solved, bf16 = ([end["rows"][-1][c] for end in ends] for c in ("solved", "solved_bf16"))
+        second = f"{coverage:.0%} of the residual" if coverage else f"{rac_ratio:.0%} of the blocks"
+        print(f"| {f'{s} times, in {b} of {total} blocks' if s else 'none'} | {second} "
+              f"| {np.mean(chosen):.0%} of the blocks | {cell(solved)} | {cell(bf16)} |")
 
 
 def main(argv=None):
@@ -299,13 +295,17 @@ def main(argv=None):
     add("--recipes", nargs="+", default=list(qat.RECIPES), choices=list(qat.RECIPES))
     add("--outliers", type=int, default=64, help="how many times larger; 0 puts none in")
     add("--outlier-blocks", type=int, default=4, help="blocks of an expert's input that hold one")
-    add("--coverage", type=float, default=0.95, help="of the residual energy, for limits")
     add("--steps", type=int, default=50, help="GRPO steps of a run")
     add("--jobs", type=int, default=2, help="runs at once, each on one CPU thread")
     add("--out", type=Path, default=Path("runs/reproduce"), help="folder of all runs and tables")
     args, args.flags = parser.parse_known_args(argv)
+    for flag in {"--seed", "--recipe", "--threads", "--resume"} & {*args.flags}:
+        raise ValueError(f"{flag} is set for each run here: use --seeds, --recipes, --jobs.")
+    if min(args.jobs, args.steps) < 1 or len({*args.seeds}) < len(args.seeds):
+        raise ValueError("--jobs and --steps must be at least 1, and --seeds must differ.")
     if args.quick:
         args.seeds, args.recipes, args.steps = args.seeds[:1], ["nvfp4", "quads"], 25
+        args.out /= "quick"
     torch.set_num_threads(1)
     print(heading())
     {"recipes": recipes, "ratio": ratio, "layers": layers, "limits": limits}[args.what](args)

@@ -72,6 +72,10 @@ def settings(argv):
                             help=f"{text} ({cpu})" if cpu == gpu else f"{text} ({cpu}, gpu: {gpu})")
     parser.add_argument("--resume", help="folder of a run to go on with; --steps 0 evaluates it")
     given = {k: v for k, v in vars(parser.parse_args(argv)).items() if v is not None}
+    if given.get("data", "hub") not in ("builtin", "hub"):
+        given["data"] = str(Path(given["data"]).resolve())
+    if given.get("init"):
+        given["init"] = find(given["init"])
     resume, saved = given.pop("resume", None), None
     if resume is not None:
         saved = load_checkpoint(Path(resume) / "checkpoint.pt")
@@ -94,11 +98,15 @@ def settings(argv):
         s.update(given)
         if s["init"] and s["sft_steps"]:
             raise ValueError("--init takes a trained model, without warm-up: drop --sft-steps.")
-        s["init"] = s["init"] and find(s["init"])
         s["out"] = s["out"] or f"runs/{s['recipe']}-seed{s['seed']}"
-        s["data"] = s["data"] if s["data"] in ("builtin", "hub") else str(Path(s["data"]).resolve())
-    if s["export"] and (saved is None or Path(s["export"]).exists()):
-        raise ValueError(f"--export {s['export']} needs --resume RUN, and a folder not there yet.")
+    if s["export"]:
+        if saved is None:
+            raise ValueError("--export writes the model of a run: add --resume RUN.")
+        if Path(s["export"]).exists():
+            raise ValueError(f"--export {s['export']} is already there: name a new folder.")
+        if s["outliers"]:
+            raise ValueError("a run with --outliers is a test, and its model is not exported: the "
+                             "exported NVFP4 weights would not be those of the rollout.")
     for k, (_, _, limit, _) in SETTINGS.items():
         if isinstance(limit, (int, float)) and not limit <= s[k] < 1e9:
             raise ValueError(f"{k} = {s[k]} is out of range: from {limit} to below 1e9.")

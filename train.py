@@ -16,6 +16,7 @@ import json
 import os
 import random
 import resource
+import shutil
 import signal
 import sys
 import time
@@ -23,12 +24,14 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from tqdm import tqdm
 
 import checkpoint
 import gsm8k
 import grpo
 import qat
+from moe import Config, MoETransformer
 from nvfp4 import kernel_path
 from rollout import Rollout, micro_batches, sequence_logp
 from start import begin, build, data, fits, micro_tokens, save_file, settings
@@ -55,7 +58,10 @@ class Run:
         if saved:
             self.model.load_state_dict(saved["model"])
             self.optimizer.load_state_dict(saved["optimizer"])
-            self.rollout.energy = {k: e.to(s.device) for k, e in saved["energy"].items()}
+            # (With other data or outliers RAC's blocks are chosen anew, on calibration prompts.)
+            own = {"outliers": 0, "outlier_blocks": s.outlier_blocks} | saved["settings"]
+            if all(own[k] == vars(s)[k] for k in ("data", "outliers", "outlier_blocks")):
+                self.rollout.energy = {k: e.to(s.device) for k, e in saved["energy"].items()}
 
     def new_optimizer(self):
         """AdamW for the phase that comes next, warm-up or GRPO."""
@@ -94,6 +100,23 @@ class Run:
         cut = not ids or ids[-1] != self.model.config.end_id
         text = self.tokenizer.decode(ids if cut else ids[:-1], errors="replace")
         return text, 0 if cut else gsm8k.grade(text, problem["answer"]), cut
+
+
+def export_run(saved, folder):
+    """Writes folder/bf16 and folder/nvfp4, both or none, for vLLM and SGLang. saved: a checkpoint
+    of a run. Raises ValueError as checkpoint.export does, OSError if the disk is full."""
+    model = MoETransformer(Config(**saved["config"]))
+    model.load_state_dict(saved["model"])
+    source = saved["settings"].get("init") or gsm8k.tokenizer_from_json(saved["tokenizer"])
+    temporary = folder.with_name(folder.name + ".tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        for precision in ("bf16", "nvfp4"):
+            checkpoint.export(model, source, temporary / precision, precision)
+    except SafetensorError as error:
+        raise OSError(f"{folder} cannot be written: {error}.") from error
+    temporary.rename(folder)
+    print(f"{folder}/bf16 and {folder}/nvfp4: the model after GRPO step {saved['step']}")
 
 
 # --- Warm-up, evaluation, one GRPO step ---------------------------------------------------------
@@ -215,8 +238,9 @@ def grpo_step(run):
     prompts = [p for p in prompts for _ in range(s.group)]                        # R of them
     row = update(run, prompts, ids, mask, logp, adv.flatten())
     # ----- log -----
+    # (Of the process, on a CPU: Linux counts in KB, macOS in bytes.)
     memory = torch.cuda.max_memory_allocated() if s.device == "cuda" else \
-        resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024       # Linux counts in KB
+        resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1024 ** (sys.platform != "darwin"))
     row.update(step=step, reward=rewards.mean().item(), answer_tokens=int(mask.sum()) / R,
                zero_std_groups=(adv == 0).all(1).float().mean().item(),
                truncated=sum(cut for _, _, cut in graded) / R, peak_gb=memory / 1e9,
@@ -232,7 +256,7 @@ def main(argv=None):
     sys.stdout.reconfigure(errors="replace")    # a model may write what a terminal cannot
     s, saved = settings(argv)
     if s.export:
-        return checkpoint.export_run(saved, Path(s.export))
+        return export_run(saved, Path(s.export))
     out = Path(s.out)
     if not saved and any((out / name).exists() for name in ("checkpoint.pt", "metrics.csv")):
         raise ValueError(f"{out} already holds a run: --resume {out}, or choose another --out.")

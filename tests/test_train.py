@@ -172,8 +172,8 @@ def test_export_init_resume_export_init(whole, tmp_path):
     assert all(torch.equal(p, before[k].bfloat16()) for k, p in run.model.state_dict().items())
     assert (first / "bf16" / "tokenizer.json").read_text() == \
         (second / "nvfp4" / "tokenizer.json").read_text()
-    for flags, words in ((["--resume", tmp_path / "run", "--export", second], "not there yet"),
-                         (["--export", tmp_path / "x"], "needs --resume RUN"),
+    for flags, words in ((["--resume", tmp_path / "run", "--export", second], "already there"),
+                         (["--export", tmp_path / "x"], "add --resume RUN"),
                          (["--init", second / "nvfp4"], "has quantization_config"),
                          (["--init", second], "config.json is missing"),
                          (["--init", first / "bf16", "--sft-steps", "3"], "drop --sft-steps"),
@@ -193,7 +193,7 @@ def test_an_imported_run_resumes_bit_for_bit(whole, tmp_path, monkeypatch):
     """2 steps = 1 + 1: bf16 moments and the noise that rounds them. (Rewards by a hash: the model
     solves nothing, and what is never right teaches nothing.)"""
     saved = load_checkpoint(whole[0] / "checkpoint.pt")
-    train.checkpoint.export_run(saved, tmp_path / "hf")
+    train.export_run(saved, tmp_path / "hf")
     monkeypatch.setattr(train.gsm8k, "grade", lambda text, gold: len(text) % 2)
     small = ["--init", str(tmp_path / "hf/bf16"), "--device", "cpu", "--threads", "1", "--group",
              "4", "--prompts", "4", "--max-new-tokens", "24", "--eval-problems", "2", "--steps"]
@@ -205,6 +205,58 @@ def test_an_imported_run_resumes_bit_for_bit(whole, tmp_path, monkeypatch):
     assert a["optimizer"]["steps"] == 2 and a["optimizer"]["moments"][0].dtype == torch.bfloat16
     moved = [(a["model"][k] - v).abs().max() for k, v in saved["model"].items()]
     assert 1e-7 < max(moved) < 1e-2           # two steps of 1e-6, and what bf16 cut off
+
+
+def test_export_says_what_is_wrong_and_writes_both_or_none(whole, tmp_path, monkeypatch):
+    (tmp_path / "there").mkdir()
+    for flags, words in ((["--export", str(tmp_path / "new")], "add --resume RUN"),
+                         (["--export", str(tmp_path / "there"), "--resume", str(whole[0])],
+                          "there is already there: name a new folder"),
+                         (["--export", str(tmp_path / "new"), "--resume", str(whole[0]), "--steps",
+                           "0", "--outliers", "64"], "its model is not exported")):
+        with pytest.raises(ValueError, match=words):
+            train.main(flags)
+    save = train.checkpoint.save_file
+
+    def full(shard, path, metadata):
+        if "nvfp4" in str(path):
+            raise train.SafetensorError("No space left on device")
+        save(shard, path, metadata)
+
+    monkeypatch.setattr(train.checkpoint, "save_file", full)
+    with pytest.raises(OSError, match="new cannot be written: No space left"):
+        train.main(["--export", str(tmp_path / "new"), "--resume", str(whole[0])])
+    assert not (tmp_path / "new").exists()
+    monkeypatch.setattr(train.checkpoint, "save_file", save)
+    train.main(["--export", str(tmp_path / "new"), "--resume", str(whole[0])])      # and now it can
+    assert {path.name for path in (tmp_path / "new").iterdir()} == {"bf16", "nvfp4"}
+    assert not (tmp_path / "new.tmp").exists()
+
+
+def test_other_activations_choose_racs_blocks_anew(whole):
+    """Evaluated with --outliers or other --data, the blocks of the run would be the wrong ones."""
+    resume = ["--resume", str(whole[0]), "--steps", "0"]
+    for flags, kept in (([], True), (["--eval-problems", "4"], True), (["--outliers", "64"], False),
+                        (["--outlier-blocks", "2"], False)):
+        run = train.Run(*train.settings(resume + flags))
+        assert bool(run.rollout.energy) == kept
+    run = train.Run(*train.settings(resume + ["--outliers", "64"]))
+    run.rollout.sync([run.prompt(p) for p in run.problems("train", "calibration", 32)])
+    assert all(blocks.tolist() == [0, 2, 4, 6] for blocks in run.rollout.blocks.values())
+
+
+def test_a_relative_folder_is_the_same_one_when_resumed(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT / "tests")
+    rows = (ROOT / "tests" / "gsm8k_sample.jsonl").read_text(encoding="utf-8")
+    for split in ("train", "test"):
+        (tmp_path / f"{split}.jsonl").write_text(rows, encoding="utf-8")
+    relative = os.path.relpath(tmp_path)
+    s, _ = train.settings(["--data", relative, "--device", "cpu", "--out", str(tmp_path / "run")])
+    (tmp_path / "run").mkdir()
+    run = train.Run(s, None)
+    run.save()
+    again, _ = train.settings(["--resume", str(tmp_path / "run"), "--data", relative])
+    assert again.data == s.data == str(tmp_path)
 
 
 # --- exact resume (RL.md 4.23) -------------------------------------------------------------------
