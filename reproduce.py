@@ -122,22 +122,22 @@ def figure(runs, names, seeds, title):
                 panel.fill_between(steps, values.min(0), values.max(0), color=f"C{i}", alpha=0.12)
         mean, error = over_seeds([runs[name, seed][-1]["solved"] for seed in seeds])
         bars.bar(name, mean, yerr=error, color=f"C{i}")
-    bars.tick_params(axis="x", rotation=40)
+    bars.tick_params(axis="x", rotation=60)
     gap.set_yscale("symlog", linthresh=1e-4)            # logarithmic, with room for an exact 0
     accuracy.set(title="deployed accuracy (dotted: BF16 weights)", xlabel="GRPO step")
     gap.set(title="log-prob gap, nats (dotted: largest)", xlabel="GRPO step")
     entropy.set(title="entropy, nats (dotted: answer tokens)", xlabel="GRPO step")
     bars.set_title("deployed accuracy at the end")
-    gap.legend(gap.lines[::2], names, fontsize=8)
+    drawing.legend(gap.lines[::2], names, loc="outside right center")
     drawing.suptitle(title)
     return drawing
 
 
 def recipes(args):
-    names, strength = args.recipes, args.outliers
-    folders = {(name, seed): prepare(
-        args, f"{name}-x{strength}", seed, recipe=name, outliers=strength,
-        outlier_blocks=args.outlier_blocks) for seed in args.seeds for name in names}
+    names, strength, n = args.recipes, args.outliers, args.outlier_blocks
+    folders = {(name, seed): prepare(args, f"{name}-x{strength}", seed, recipe=name,
+                                     outliers=strength, outlier_blocks=n)
+               for seed in args.seeds for name in names}
     finish(args, folders.values())
     runs = {key: load_checkpoint(folder / "checkpoint.pt")["rows"]
             for key, folder in folders.items()}
@@ -147,7 +147,7 @@ def recipes(args):
     lines = [columns] + [[row.get(column, "") for column in columns] for row in rows]
     save_file(args.out / f"recipes-x{strength}.csv",
               lambda path: path.write_text("".join(",".join(line) + "\n" for line in lines)))
-    title = f"seeds {args.seeds}, {args.steps} steps, outliers: {strength} x {args.outlier_blocks}"
+    title = f"seeds {args.seeds}, {args.steps} steps, outliers {strength} times, in {n} blocks"
     save_file(args.out / f"recipes-x{strength}.png", lambda path: figure(
         runs, names, args.seeds, title).savefig(path, format="png", dpi=70))
     print(f"\n{title}; held-out problems, greedy; mean ± standard error over seeds\n\n"

@@ -81,7 +81,7 @@ def test_recipes_writes_what_it_says(done):
         ends = [float(rows[-1]["solved"]) for rows in of_seed]
         assert cells[1].startswith(f"{np.mean(ends):.3f} ± ")
         assert cells[6] == f"{max(float(r['gap_max'] or 0) for r in sum(of_seed, [])):.1f}"
-    assert "commit" in text and "seeds [0, 1], 2 steps, outliers: 64 x 4" in text
+    assert "commit" in text and "seeds [0, 1], 2 steps, outliers 64 times, in 4 blocks" in text
 
 
 def test_all_runs_of_a_seed_start_from_one_warm_up(done):
