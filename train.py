@@ -21,6 +21,7 @@ import signal
 import sys
 import time
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -121,24 +122,36 @@ def export_run(saved, folder):
 
 # --- Warm-up, evaluation, one GRPO step ---------------------------------------------------------
 
+def demonstrations(run, step):
+    """Batch number `step` of the warm-up: B prompts and B answers, as lists of ids."""
+    problems = run.problems("train", f"warm-up {step}", run.s.sft_batch)
+    rng = random.Random(f"{run.s.seed} demonstrations {step}")
+    answers = [run.tokenizer.encode_ordinary(gsm8k.demonstration(problem, rng, run.s.sloppy))
+               + [run.model.config.end_id] for problem in problems]
+    return [run.prompt(problem) for problem in problems], answers
+
+
 def warm_up(run, stopping):
     """Supervised steps on demonstrations, in full precision, with the loss on the answers only."""
     s = run.s
-    for step in tqdm(range(run.sft_step, s.sft_steps), desc="warm-up", disable=None):
-        problems = run.problems("train", f"warm-up {step}", s.sft_batch)
-        rng = random.Random(f"{s.seed} demonstrations {step}")
-        answers = [run.tokenizer.encode_ordinary(gsm8k.demonstration(problem, rng, s.sloppy))
-                   + [run.model.config.end_id] for problem in problems]
+    # Fresh numbers for a row of GSM8K take milliseconds, which a GPU would wait for: CPU cores that
+    # train nothing make batches ahead, each alone. (Ctrl-C is for this process, not for them.)
+    ahead = max(0, min(8, os.cpu_count() - (s.threads or 1))) if run.pool else 0
+    batches = torch.utils.data.DataLoader(
+        range(run.sft_step, s.sft_steps), batch_size=None, collate_fn=partial(demonstrations, run),
+        num_workers=ahead, multiprocessing_context="fork" if ahead else None,
+        worker_init_fn=lambda _: signal.signal(signal.SIGINT, signal.SIG_IGN))
+    for prompts, answers in tqdm(batches, desc="warm-up", disable=None):
         ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(a) for a in answers], True, -1)
         ids, mask = ids.clamp(min=0).to(s.device), (ids >= 0).to(s.device)        # (B, T) each
-        logp, _, _ = sequence_logp(run.model, [run.prompt(p) for p in problems], ids, mask, 1.0)
+        logp, _, _ = sequence_logp(run.model, prompts, ids, mask, 1.0)
         loss = -logp.sum() / mask.sum()
         (loss + 0.01 * run.model.balance_loss()).backward()
         torch.nn.utils.clip_grad_norm_(run.model.parameters(), 1.0)
-        run.optimizer.param_groups[0]["lr"] = s.sft_lr * (1 - 0.9 * step / s.sft_steps)
+        run.optimizer.param_groups[0]["lr"] = s.sft_lr * (1 - 0.9 * run.sft_step / s.sft_steps)
         run.optimizer.step()
         run.optimizer.zero_grad()
-        run.sft_step = step + 1
+        run.sft_step += 1
         if run.sft_step == s.sft_steps:
             run.new_optimizer()
         if run.sft_step % 200 == 0 or run.sft_step == s.sft_steps or stopping:

@@ -245,6 +245,25 @@ def test_other_activations_choose_racs_blocks_anew(whole):
     assert all(blocks.tolist() == [0, 2, 4, 6] for blocks in run.rollout.blocks.values())
 
 
+def test_batches_made_ahead_are_the_same_batches(tmp_path, monkeypatch):
+    """By 0 and by 2 processes: the same order, the same weights."""
+    rows = (ROOT / "tests" / "gsm8k_sample.jsonl").read_text(encoding="utf-8")
+    for split in ("train", "test"):
+        (tmp_path / f"{split}.jsonl").write_text(rows, encoding="utf-8")
+    weights, workers, loader = [], [], torch.utils.data.DataLoader
+    monkeypatch.setattr(torch.utils.data, "DataLoader", lambda *a, num_workers, **k: workers.append(
+        num_workers) or loader(*a, num_workers=num_workers, **k))
+    for cores in (1, 3):
+        monkeypatch.setattr(train.os, "cpu_count", lambda: cores)
+        s, _ = train.settings(["--data", str(tmp_path), "--device", "cpu", "--threads", "1",
+                               "--sft-steps", "4", "--sft-batch", "3", "--out", str(tmp_path)])
+        run = train.Run(s, None)
+        run.sft_step = 1                                             # as after a resume
+        train.warm_up(run, [])
+        weights.append(run.model.state_dict())
+    assert workers == [0, 2] and run.sft_step == 4 and equal(*weights)
+
+
 def test_a_relative_folder_is_the_same_one_when_resumed(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT / "tests")
     rows = (ROOT / "tests" / "gsm8k_sample.jsonl").read_text(encoding="utf-8")
