@@ -121,8 +121,8 @@ def expert_matmul(x, weight, counts, mode):
 
 # --- The optimizer's memory: 12 bytes a parameter instead of 16, 84 GB instead of 112 for 7B -----
 # fp32 master 4, fp32 gradient 4, moments 2 + 2 (torch.optim.AdamW: 4 + 4). Why not bf16 masters?
-# bf16 has 8 significant bits: steps of 1e-6 of a weight would all round to nothing, and the NVFP4
-# grid needs a master that moves. The moments stall too if rounded to nearest, so chance decides.
+# bf16 has 8 significant bits: steps of about 1e-6 would all round to nothing, and the NVFP4 grid
+# needs a master that moves. The moments stall too if rounded to nearest, so chance decides.
 
 def stochastic_bf16(x, generator):
     """x (...) fp32, contiguous -> (...) bf16, one of the two neighbours: the mean of many is x."""
