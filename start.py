@@ -248,10 +248,11 @@ def memory(s, config, longest):
     """Bytes of a run, from sizes alone: {what is there all the time}, {what is there by turns}.
     longest: tokens of the longest sequence. The latter are estimates; PyTorch's own is not in."""
     c, R, wide = config, s.prompts * s.group, 2 if s.device == "cuda" else 4  # bytes of a value
-    with torch.device("meta"):
-        total = MoETransformer(c).size()
     stack = 2 * c.experts * c.expert_width * c.d_model            # values of gate_up in a layer
     experts = 1.5 * c.layers * stack                              # with down
+    # (By hand: a model on the meta device has no memory either, but takes PyTorch two seconds.)
+    total = experts + c.d_model * (c.vocab_size * (2 - c.tied) + 1) + c.layers * (
+        c.d_model * (2 * (c.heads + c.kv_heads) * c.head_dim + c.experts + 2) + 2 * c.head_dim)
     stored = {"nvfp4": 0.5625, "fp8": 1}.get(qat.RECIPES[s.recipe][0].split("+")[0], wide)
     cache = 2 * c.layers * longest * c.kv_heads * c.head_dim * wide           # of a sequence
     solved = min(s.eval_problems, 256)                            # sequences at once in evaluate()

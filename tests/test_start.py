@@ -1,6 +1,7 @@
 """Tests of start.py: python -m pytest tests/test_start.py (seconds, no download). Those against
 transformers are skipped where it is missing."""
 import argparse
+import dataclasses
 import json
 import os
 import subprocess
@@ -160,6 +161,9 @@ def test_memory_is_what_the_tensors_take(recipe, init):
     def size(tensors):
         return sum(t.numel() * t.element_size() for t in tensors)
     always, in_turn = start.memory(s, config, 40)
+    for other in (config, dataclasses.replace(config, tied=False, kv_heads=4, layers=3)):
+        counted = start.memory(s, other, 40)[0]["fp32 weights"]
+        assert counted == 4 * MoETransformer(other).size()
     weights, moments, gradients, copied, cache = always.values()
     assert weights == gradients == size(model.parameters())
     optimizer = (start.qat.BF16AdamW if init else torch.optim.AdamW)(
