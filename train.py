@@ -8,9 +8,10 @@
     python train.py --resume runs/quads-seed0 --steps 0 --recipe fp8     # evaluate in another one
     python train.py --resume runs/quads-seed0 --export FOLDER            # for vLLM and SGLang
 
-The loop in five words: sync, rollout, reward, update, log. Before it a new model is warmed up: one
-bit of reward an answer cannot teach arithmetic. Most home-made demonstrations are *sloppy*: well
-calculated, but the last step is missing or wrong. GRPO then selects the careful answers.
+The loop in five words: sync, rollout, reward, update, log. Before it a new model gets a supervised
+warm-up, because one bit of reward an answer cannot teach arithmetic. On home-made problems most of
+its demonstrations are *sloppy*: well calculated, but the last step is missing, or a subtraction is
+done as an addition. So the model learns the arithmetic, and GRPO then selects the careful answers.
 """
 import json
 import os
