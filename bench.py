@@ -23,10 +23,11 @@ import gsm8k
 import nvfp4
 import qat
 import rac
-from moe import PRESETS, Config, MoETransformer
+import train
+from moe import PRESETS, MoETransformer
 from nvfp4 import jit, tl, triton
 from rollout import Rollout, fp8_grouped_matmul, fp8_quantize, sequence_logp
-from start import load_checkpoint
+from start import settings
 
 RATIOS = (0.125, 0.25, 0.5, 0.75, 1.0)
 TOKENS = (1, 16, 64, 256, 1024, 8192)
@@ -129,15 +130,9 @@ def random_model(seed, device="cpu", preset="cpu"):
 
 def trained_model(run, device):
     """The model of a run folder, and 128 prompts of its own held-out problems."""
-    saved = load_checkpoint(Path(run) / "checkpoint.pt")
-    model = MoETransformer(Config(**saved["config"]),
-                           torch.bfloat16 if device == "cuda" else torch.float32).to(device)
-    model.load_state_dict(saved["model"])
-    data, tokenizer = saved["settings"]["data"], gsm8k.tokenizer_from_json(saved["tokenizer"])
-    pool = None if data == "builtin" else gsm8k.load("train", None if data == "hub" else data)
+    run = train.Run(*settings(["--resume", str(run), "--steps", "0", "--device", device]))
     rng = random.Random(0)
-    questions = [gsm8k.fresh("test", rng, pool)["question"] for _ in range(128)]
-    return model, [tokenizer.encode_ordinary(gsm8k.prompt(question)) for question in questions]
+    return run.model, [run.prompt(gsm8k.fresh("test", rng, run.pool)) for _ in range(128)]
 
 
 def print_gaps(runs, device):

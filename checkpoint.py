@@ -24,7 +24,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 import gsm8k
-from moe import Config, MoETransformer
+from moe import Config
 from nvfp4 import BLOCK, E2M1_MAX, E4M3_MAX, quantize
 
 # --- Names and layout ----------------------------------------------------------------------------

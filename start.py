@@ -250,7 +250,7 @@ def memory(s, config, longest):
     c, R, wide = config, s.prompts * s.group, 2 if s.device == "cuda" else 4  # bytes of a value
     stack = 2 * c.experts * c.expert_width * c.d_model            # values of gate_up in a layer
     experts = 1.5 * c.layers * stack                              # with down
-    # (By hand: a model on the meta device has no memory either, but takes PyTorch two seconds.)
+    # (By hand: a model on the meta device has no memory either, but takes PyTorch much longer.)
     total = experts + c.d_model * (c.vocab_size * (2 - c.tied) + 1) + c.layers * (
         c.d_model * (2 * (c.heads + c.kv_heads) * c.head_dim + c.experts + 2) + 2 * c.head_dim)
     stored = {"nvfp4": 0.5625, "fp8": 1}.get(qat.RECIPES[s.recipe][0].split("+")[0], wide)

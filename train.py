@@ -1,6 +1,6 @@
 """The main job: a small Mixture-of-Experts model learns word problems by GRPO, sampled in NVFP4.
 
-    python train.py                                # CPU, offline, 3.5 minutes on two cores
+    python train.py                                # CPU, offline, 4 minutes on two cores
     python train.py --recipe nvfp4                 # an ablation is one word (see qat.RECIPES)
     python train.py --data FOLDER                  # GSM8K: FOLDER/train.jsonl and test.jsonl
     python train.py --init FOLDER_OR_HUB_ID        # a Qwen3-MoE checkpoint instead of a new model

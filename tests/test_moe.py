@@ -11,7 +11,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import moe  # noqa: E402
-from moe import PRESETS, Config, MoE, MoETransformer  # noqa: E402
+from moe import PRESETS, Config, MoETransformer  # noqa: E402
 
 torch.set_num_threads(1)
 MODES = ["none", "w4a16", "w4a4"]
