@@ -23,11 +23,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-import grpo
 import qat
 import rac
 import train
-from bench import heading
+from bench import gaps, heading
 from rollout import Rollout, sequence_logp
 from start import load_checkpoint, save_file, settings
 
@@ -168,46 +167,36 @@ def recipes(args):
 # --- ratio: what RAC closes ----------------------------------------------------------------------
 
 def trained(args, seed, problems=128):
-    """A finished quads run of `recipes`; prompts; the same for each answer; ids and mask (R, T)."""
+    """A finished quads run of `recipes`, and prompts of its held-out problems."""
     folder = args.out / f"quads-x{args.outliers}-seed{seed}"
     s, saved = settings(["--resume", str(folder), "--steps", "0", *args.flags])
     if saved["step"] < args.steps:
         raise ValueError(f"{folder} is not finished: first run python reproduce.py recipes.")
     run = train.Run(s, saved)
-    prompts = [run.prompt(problem) for problem in run.problems("test", "held out", problems)]
-    sampler = Rollout(run.model, "bf16")
-    sampler.sync()
-    ids, mask, _ = sampler.generate(prompts, 4, run.s.max_new_tokens, 1.0, seed=seed << 32)
-    return run, prompts, [p for p in prompts for _ in range(4)], ids, mask
+    return run, [run.prompt(problem) for problem in run.problems("test", "held out", problems)]
 
 
-@torch.no_grad()
 def ratio(args):
-    """The same sequences are scored under every ratio: sampled anew, they would not compare."""
-    gaps = {}                                   # (share, strength) -> monitors, a dict a seed
+    """bench.gaps scores the same sequences under every ratio: sampled anew, they would not compare.
+    (BF16 samples them, which outliers do not change.)"""
+    found = {}                                  # strength -> all monitors, a dict a seed
     for seed in args.seeds:
-        run, prompts, repeated, ids, mask = trained(args, seed)
+        run, prompts = trained(args, seed)
         for strength in {args.outliers, 0}:
             run.model.set_outliers(strength, run.s.outlier_blocks)
-            run.model.set_qat("w4a16")
-            logp_train, _, routes_train = sequence_logp(run.model, repeated, ids, mask, 1.0)
-            run.model.set_qat("none")
-            for share in PAPER_RATIO:
-                rollout = Rollout(run.model, "rac", share / 100)
-                rollout.sync(prompts)           # RAC chooses its blocks on the prompts
-                logp, _, routes = sequence_logp(rollout.model, repeated, ids, mask, 1.0)
-                gaps.setdefault((share, strength), []).append({
-                    **grpo.mismatch(logp_train, logp, mask),
-                    "same": grpo.router_agreement(routes_train, routes, mask)})
+            found.setdefault(strength, []).append(
+                gaps(run.model, prompts, run.s.max_new_tokens, seed << 32))
     print(f"|logp_train - logp_rollout| in nats, trainer W4A16: the quads models of seeds "
           f"{args.seeds}, outliers {args.outliers} times, {len(prompts)} held-out prompts x 4 "
           "answers\n\n| RAC | mean | p99 | largest | same experts | no outliers: mean | p99 "
           "| largest | same experts | paper: largest |\n" + "|---" * 10 + "|")
     for share in PAPER_RATIO:
         cells = [f"{share:g}%"]
-        for found in (gaps[share, args.outliers], gaps[share, 0]):
-            mean, p99, largest, same = ([gap[k] for gap in found]
-                                        for k in ("gap_mean", "gap_p99", "gap_max", "same"))
+        name = f"nvfp4 + rac {share:g}%" if share else "nvfp4"
+        for strength in (args.outliers, 0):
+            mean, p99, largest, same = (
+                [of_seed[name, "w4a16"][k] for of_seed in found[strength]]
+                for k in ("gap_mean", "gap_p99", "gap_max", "router_agreement"))
             cells += [cell(mean, 5), cell(p99, 4), f"{max(largest):.2f}", f"{np.mean(same):.4f}"]
         print(f"| {' | '.join(cells)} | {PAPER_RATIO[share]} |")
 
@@ -230,7 +219,11 @@ def layers(args):
     the layer's result; the trainer has the dtype of training (fp32 on a CPU)."""
     errors, trainers = {}, {"BF16": "none", "W4A16": "w4a16", "W4A4 (symmetric)": "w4a4"}
     for seed in args.seeds:
-        run, prompts, repeated, ids, mask = trained(args, seed)
+        run, prompts = trained(args, seed)
+        sampler = Rollout(run.model, "bf16")
+        sampler.sync()
+        ids, mask, _ = sampler.generate(prompts, 4, run.s.max_new_tokens, 1.0, seed << 32)
+        repeated = [p for p in prompts for _ in range(4)]                         # R of them
         rollouts = {"NVFP4": Rollout(run.model, "nvfp4"),
                     "NVFP4 + RAC 50%": Rollout(run.model, "quads")}
         for rollout in rollouts.values():
